@@ -1,0 +1,68 @@
+"""Token ids to text, piece by piece: whole characters only, and cut before a stop string."""
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that don't make up a character yet
+CONTEXT = 6  # tokens before the new ones that are decoded along, since some tokenizers join neighbours (spaces, accents)
+
+
+class Detokenizer:
+    """The growing text of one request.
+
+    `text` is all text that is settled; `push` returns what each new token adds to it. Held back are bytes of an
+    unfinished character and, where stop strings are given, a tail that may be the beginning of one.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+        self.tokenizer = tokenizer
+        self.stop = stop
+        self.text = ""
+        self.stopped = False
+        self._held = ""  # decoded, but maybe the start of a stop string
+        self._ids: list[int] = []
+        self._done = 0  # ids whose text has been taken
+
+    def push(self, token_id: int) -> str:
+        """Take one token; return the text that is settled by it ("" while a character or a stop string is open)."""
+        self._ids.append(token_id)
+        start = max(0, self._done - CONTEXT)
+        before = self._decode(self._ids[start : self._done])
+        after = self._decode(self._ids[start:])
+        if after.endswith(REPLACEMENT) or len(after) <= len(before):
+            return ""
+        self._done = len(self._ids)
+        return self._settle(after[len(before) :])
+
+    def finish(self) -> str:
+        """No more tokens: return what was held back, unfinished characters included."""
+        start = max(0, self._done - CONTEXT)
+        rest = self._decode(self._ids[start:])[len(self._decode(self._ids[start : self._done])) :]
+        piece = self._held + ("" if self.stopped else rest)
+        self._held = ""
+        self._done = len(self._ids)
+        self.text += piece
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _settle(self, new: str) -> str:
+        pending = self._held + new
+        found = [index for index in (pending.find(stop) for stop in self.stop) if index >= 0]
+        if found:
+            self.stopped = True
+            piece, self._held = pending[: min(found)], ""
+        else:
+            held = max((_overlap(pending, stop) for stop in self.stop), default=0)
+            piece, self._held = pending[: len(pending) - held], pending[len(pending) - held :]
+        self.text += piece
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that a stop string could begin with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,263 @@
+"""`Engine`: requests come and go between rounds, one row of the ragged cache each.
+
+Rows in use are always the first R; when a row in the middle ends, the last one takes its place. Prompts are run in
+chunks, several rows at a time. All bookkeeping between rounds is on a handful of integers a row, read from the device
+once a round.
+
+Shapes: R rows in use, Q tokens a row.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from dcoco.detokenizer import Detokenizer
+from dcoco.errors import ParameterError
+from dcoco.output import RequestOutput, RoundTrace, Stats
+from drafters.base import DraftState
+from verifier.cache import RaggedCache
+from verifier.sampling import SamplingBatch, SamplingParams, draw, probabilities
+from verifier.target import PREFILL_CHUNK
+
+if TYPE_CHECKING:
+    from dcoco.decoder import DCOCODecoder, Method
+
+PHASES = ("draft", "correct", "verify")
+
+
+class Request:
+    """One prompt on its way: what was asked for, and what has been committed."""
+
+    def __init__(self, prompt_ids: list[int], params: SamplingParams, limit: int, detokenizer: Detokenizer, trace: bool):
+        self.prompt_ids = prompt_ids
+        self.params = params
+        self.seed = random.getrandbits(63) if params.seed is None else params.seed
+        self.limit = limit  # new tokens at most
+        self.token_ids: list[int] = []
+        self.stats = Stats()
+        self.trace: list[RoundTrace] | None = [] if trace else None
+        self.output: RequestOutput | None = None
+        self.begun = 0.0
+        self._detokenizer = detokenizer
+        self._pending: tuple[str, list[int]] = ("", [])
+
+    def commit(self, token_ids: list[int], eos_ids: frozenset[int]) -> int:
+        """Append tokens until one ends the request; returns how many were taken."""
+        for count, token in enumerate(token_ids, start=1):
+            self.token_ids.append(token)
+            stops = self.params.stop_token_ids or ()
+            ended = token in stops or (token in eos_ids and not self.params.ignore_eos)
+            text = "" if ended else self._detokenizer.push(token)
+            if ended or self._detokenizer.stopped or len(self.token_ids) == self.limit:
+                text += self._detokenizer.finish()
+                self._hand_out(text, token)
+                self._finish("stop" if ended or self._detokenizer.stopped else "length")
+                return count
+            self._hand_out(text, token)
+        return len(token_ids)
+
+    def take(self) -> tuple[str, list[int]]:
+        """Text and tokens since the last call."""
+        taken, self._pending = self._pending, ("", [])
+        return taken
+
+    def result(self) -> RequestOutput:
+        """The finished output."""
+        assert self.output is not None, "the request has not finished"
+        return self.output
+
+    def _hand_out(self, text: str, token: int) -> None:
+        self._pending = (self._pending[0] + text, [*self._pending[1], token])
+
+    def _finish(self, reason: Literal["stop", "length"]) -> None:
+        self.stats.seconds = time.perf_counter() - self.begun
+        text = self._detokenizer.text
+        self.output = RequestOutput(self.prompt_ids, self.token_ids, text, reason, self.stats, self.trace)
+
+
+class Batch:
+    """The rows that decode together: tensors for the round, and the cache that they share."""
+
+    def __init__(self, method: "Method", cache: RaggedCache, draft_state: DraftState | None):
+        self.method = method
+        self.cache = cache
+        self.draft_state = draft_state
+        self.requests: list[Request] = []
+        self.anchors: Tensor = torch.empty(0, dtype=torch.int64, device=cache.device)  # [R]
+        self.sampling = SamplingBatch.stack([], [], cache.device)
+        self.lattice_ids: Tensor | None = None  # [R, n, K] of the last round, for traces
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    def positions(self, count: int) -> Tensor:
+        """Absolute positions [R, count] of the tokens behind the anchors."""
+        anchors = torch.tensor(self.cache.lengths[: len(self.requests)], device=self.cache.device)
+        return anchors[:, None] + torch.arange(1, count + 1, device=self.cache.device)
+
+    @contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """Add the time of a phase of the round (host time: on a GPU, of launching it)."""
+        begun = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - begun
+
+
+class Engine:
+    """Continuous batching over one decoder.
+
+    Args:
+        decoder: the models and the round.
+        rows: requests that decode at once; further ones wait in order.
+        max_length: tokens of prompt and answer that one request may have.
+    """
+
+    def __init__(self, decoder: "DCOCODecoder", method: "Method", rows: int, max_length: int, trace: bool = False):
+        self.decoder = decoder
+        self.target = decoder.target
+        self.drafter = decoder.drafter if method != "plain" else None
+        self.max_length = min(max_length, self.target.max_positions)
+        self.trace = trace
+        self.rows = rows
+        self.waiting: deque[Request] = deque()
+        self.block = self.drafter.block_size if self.drafter else 0
+        room = self.max_length + self.block + 1
+        state = self.drafter.start(rows, room) if self.drafter else None
+        self.batch = Batch(method, RaggedCache(rows, room, self.target.device), state)
+        self.seconds = 0.0  # in step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.batch.requests)
+
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+        """Queue a request.
+
+        Raises:
+            ParameterError: an empty prompt, ids outside the vocabulary, or a prompt that leaves no room for a token.
+        """
+        ids = list(prompt_ids)
+        if not ids:
+            raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
+        wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.target.vocab_size), None)
+        if wrong is not None:
+            raise ParameterError(f"prompt token {wrong!r} is not an id of the vocabulary (0..{self.target.vocab_size - 1})")
+        if len(ids) >= self.max_length:
+            raise ParameterError(f"the prompt has {len(ids)} tokens and the limit of prompt and answer is {self.max_length}: shorten it")
+        limit = min(params.max_tokens, self.max_length - len(ids))
+        detokenizer = Detokenizer(self.decoder.tokenizer, params.stop or ())  # type: ignore[arg-type]
+        request = Request(ids, params, limit, detokenizer, self.trace)
+        self.waiting.append(request)
+        return request
+
+    def step(self) -> list[Request]:
+        """Admit what fits, then decode one round; returns the requests that got tokens."""
+        begun = time.perf_counter()
+        touched = self._admit()
+        if self.batch.requests:
+            touched += self._round()
+        self.seconds += time.perf_counter() - begun
+        return touched
+
+    def _round(self) -> list[Request]:
+        batch, requests = self.batch, list(self.batch.requests)
+        lengths = [self._draft_length(row, request) for row, request in enumerate(requests)]
+        batch.lattice_ids = None
+        verdict = self.decoder.round(batch, lengths)
+        *tokens, accepted = torch.cat([verdict.tokens, verdict.accepted[:, None]], dim=1).t().tolist()
+        anchors = []
+        for row, request in enumerate(requests):
+            count = accepted[row] + 1
+            start = len(request.token_ids)
+            taken = request.commit([column[row] for column in tokens[:count]], self.decoder.eos_ids)
+            request.stats.count(lengths[row], min(accepted[row], taken), taken)
+            if request.trace is not None:
+                ids = batch.lattice_ids
+                request.trace.append(RoundTrace(start, taken, None if ids is None else ids[row, : lengths[row]].clone()))
+            batch.cache.lengths[row] += count
+            anchors.append(tokens[accepted[row]][row])
+        batch.anchors = torch.tensor(anchors, device=batch.cache.device)
+        self._drop_finished()
+        return requests
+
+    def _draft_length(self, row: int, request: Request) -> int:
+        """Tokens worth drafting: the block, as far as the answer's and the drafter's limits allow."""
+        if self.drafter is None:
+            return 0
+        left = request.limit - len(request.token_ids) - 1  # the round itself adds one token to those accepted
+        return max(0, min(self.block, left, self.drafter.max_positions - self.batch.cache.lengths[row]))
+
+    def _admit(self) -> list[Request]:
+        """Run the prompts of waiting requests in free rows; each yields its first token."""
+        batch, first = self.batch, len(self.batch.requests)
+        fresh = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - first))]
+        if not fresh:
+            return []
+        for request in fresh:
+            request.begun = time.perf_counter()
+        batch.requests += fresh
+        batch.cache.lengths[first : first + len(fresh)] = [0] * len(fresh)
+        hidden_RH = self._prefill(fresh, first)
+        sampling = SamplingBatch.stack([r.params for r in fresh], [r.seed for r in fresh], self.target.device)
+        with torch.inference_mode():
+            logits = self.target.logits(hidden_RH[:, None])
+            positions = torch.tensor([[len(request.prompt_ids)] for request in fresh], device=self.target.device)
+            first_tokens = draw(probabilities(logits, sampling), sampling, positions)[:, 0]
+        batch.anchors = torch.cat([batch.anchors, first_tokens])
+        for request, token in zip(fresh, first_tokens.tolist(), strict=True):
+            request.commit([token], self.decoder.eos_ids)
+        self._stack_sampling()
+        self._drop_finished()
+        return fresh
+
+    @torch.inference_mode()
+    def _prefill(self, fresh: list[Request], first: int) -> Tensor:
+        """Run prompts in chunks behind rows `first ..`; returns the hidden state [R, H] of each one's last token."""
+        cache, device = self.batch.cache, self.target.device
+        rows = len(fresh)
+        ends = [len(request.prompt_ids) for request in fresh]
+        ids = torch.zeros(rows, max(ends), dtype=torch.int64)
+        for row, request in enumerate(fresh):
+            ids[row, : ends[row]] = torch.tensor(request.prompt_ids)
+        ids = ids.to(device)
+        taps = self.drafter.taps if self.drafter else ()
+        hidden_RH = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=device)
+        for start in range(0, max(ends), PREFILL_CHUNK):
+            result = self.target.forward(ids[:, start : start + PREFILL_CHUNK], cache, taps, first)
+            counts = [max(0, min(end - start, PREFILL_CHUNK)) for end in ends]
+            counts_R = torch.tensor(counts, device=device)
+            if self.drafter is not None:
+                assert self.batch.draft_state is not None
+                self.drafter.observe(self.batch.draft_state, first, result.taps, counts_R)
+            last_RH = result.hidden[torch.arange(rows, device=device), (counts_R - 1).clamp(min=0)]
+            hidden_RH = torch.where((counts_R > 0)[:, None], last_RH, hidden_RH)
+            for row, count in enumerate(counts):
+                cache.lengths[first + row] += count
+        return hidden_RH
+
+    def _drop_finished(self) -> None:
+        """Free the rows of finished requests; the last row in use moves into each gap."""
+        batch = self.batch
+        finished = [row for row, request in enumerate(batch.requests) if request.output is not None]
+        if not finished:
+            return
+        order = list(range(len(batch.requests)))
+        for row in reversed(finished):
+            moved = order.pop()
+            if row < len(order):
+                order[row] = moved
+                batch.cache.move(len(order), row)
+                if batch.draft_state is not None:
+                    batch.draft_state.move(len(order), row)
+        batch.requests = [batch.requests[index] for index in order]
+        batch.anchors = batch.anchors[torch.tensor(order, dtype=torch.int64, device=batch.anchors.device)]
+        self._stack_sampling()
+
+    def _stack_sampling(self) -> None:
+        requests = self.batch.requests
+        self.batch.sampling = SamplingBatch.stack([r.params for r in requests], [r.seed for r in requests], self.target.device)

@@ -1,0 +1,77 @@
+"""What a request gives back: text, tokens, why it ended, and how well drafting went."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass
+class Stats:
+    """Acceptance and speed of one request; the one definition that decoder, experiments and README share.
+
+    A round is one draft and one verification. The token that the prefill yields belongs to no round, and what a round
+    would have committed behind the end of the text is not counted.
+    """
+
+    rounds: int = 0
+    draft_tokens: int = 0  # tokens drafted and submitted to verification
+    accepted_tokens: int = 0  # of these, accepted and part of the output
+    committed_tokens: int = 0  # tokens that rounds added to the output: accepted ones, corrections and bonus tokens
+    accepted_at: list[int] = field(default_factory=list)  # [t]: rounds whose draft token t + 1 was accepted
+    seconds: float = 0.0  # from admission (prefill included) to the last token
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens committed by rounds / rounds; 1 is plain decoding, B + 1 the most. 0 where no round ran."""
+        return self.committed_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Rounds whose draft token t was accepted / all rounds, for t = 1 .. B; never increasing."""
+        return [count / self.rounds for count in self.accepted_at]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All new tokens (the prefill's included) over `seconds`."""
+        return (self.committed_tokens + 1) / self.seconds if self.seconds else 0.0
+
+    def count(self, drafted: int, accepted: int, committed: int) -> None:
+        """Add one round."""
+        self.rounds += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        self.committed_tokens += committed
+        self.accepted_at.extend([0] * (drafted - len(self.accepted_at)))
+        for position in range(accepted):
+            self.accepted_at[position] += 1
+
+
+@dataclass
+class RoundTrace:
+    """One round of one request, kept on demand: what was drafted from, and what came of it."""
+
+    start: int  # index in `token_ids` of the first token that the round committed
+    committed: int  # tokens committed, the correction or bonus token last
+    candidates: Tensor | None  # [n, K] int64, the lattice; None in a round without a draft
+
+
+@dataclass
+class RequestOutput:
+    """The finished answer to one prompt. `token_ids` ends with the end-of-sequence token where one was produced."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: Literal["stop", "length"]
+    stats: Stats
+    trace: list[RoundTrace] | None = None
+
+
+@dataclass
+class Chunk:
+    """A piece of a stream: the text that is now settled, and the tokens since the last piece."""
+
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None = None  # set in the last chunk

@@ -1,0 +1,83 @@
+"""What a drafter is: it sees what the target has just computed, and proposes the next tokens of every row.
+
+Shapes: S rows allocated, R rows of a call, Q tokens a row, n slots drafted, K candidates a slot, H hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from verifier.cache import RaggedCache
+
+
+@dataclass
+class Lattice:
+    """The K most probable tokens of each slot of a block, for every row.
+
+    Candidates are ordered by `log_probs`, best first; slot t (index t - 1) predicts the token t places after the anchor.
+    """
+
+    anchors: Tensor  # [R] int64: the last committed token of each row
+    anchor_hidden: Tensor  # [R, H]: the drafter's input at the anchor, standing in for a hidden state
+    ids: Tensor  # [R, n, K] int64
+    log_probs: Tensor  # [R, n, K] float32: the drafter's own log-probability (unary score)
+    hidden: Tensor  # [R, n, H]: the drafter's final hidden state of each slot
+
+
+@dataclass
+class Draft:
+    """A finished draft: n tokens a row, and the distribution each was drawn from where it was drawn.
+
+    `candidates` and `q` are None for a draft that is a fixed function of the past (deterministic), else [R, n, K]: `q`
+    is the probability with which the walk chose among `candidates`, given the tokens before it.
+    """
+
+    tokens: Tensor  # [R, n] int64
+    candidates: Tensor | None = None  # [R, n, K] int64
+    q: Tensor | None = None  # [R, n, K] float32
+
+
+class DraftState(Protocol):
+    """What a drafter remembers of the rows of one engine."""
+
+    def move(self, source: int, target: int) -> None:
+        """Make row `target` a copy of row `source`."""
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of every row from what the target has computed."""
+
+    block_size: int  # the most slots that one call drafts
+    taps: tuple[int, ...]  # decoder layers of the target whose outputs `observe` receives (-1: the embedding)
+    max_positions: int  # the last position a block may reach, exclusive
+
+    def start(self, rows: int, max_length: int) -> DraftState:
+        """Memory for `rows` rows of at most `max_length` tokens."""
+
+    def observe(self, state: DraftState, first: int, taps: list[Tensor], counts_R: Tensor) -> None:
+        """Take in the taps ([R, Q, H] each) of tokens that the target has run for rows `first ..`.
+
+        Of row r the first `counts_R[r]` (int64, may be 0) tokens are committed; the rest is to be ignored.
+        """
+
+    def draft(self, state: DraftState, anchors_R: Tensor, cache: RaggedCache, slots: int) -> Lattice | Draft:
+        """Propose `slots` tokens behind the anchors (int64 [R]) of rows `0 .. R - 1`.
+
+        The cache is the target's; its lengths count everything before the anchors.
+        """
+
+
+@dataclass
+class TrainingBatch:
+    """Blocks to learn from: anchors in sequences that the target has run.
+
+    Shapes: A anchors a sequence, P positions a sequence (the longest's), G key/value heads, D head size.
+    Positions behind a sequence's end hold anything finite; no block with labels looks at them.
+    """
+
+    ids: Tensor  # [R, P] int64
+    anchors: Tensor  # [R, A] int64: positions, at least 1; a block sees what stands before its anchor, and itself
+    taps: list[Tensor]  # [R, P, H] each, for the drafter's taps
+    keys: dict[int, Tensor]  # target layer -> [R, G, P, D], for a drafter that reads the target's cache
+    values: dict[int, Tensor]

@@ -1,0 +1,241 @@
+"""The default drafter: a few of the target's own layers, reading the target's own key/value cache, fill a block at once.
+
+The block is `[anchor, MASK x (n - 1)]`; every slot sees the context and, in both directions, the whole block, and slot t
+predicts the token t places after the anchor. The layers are copies of decoder layers of the target and attend to the
+keys and values that the target already holds for those layers. So the drafter has no cache, no prefill and nothing to
+roll back.
+
+Block input of slot t: a learned vector, plus projections of the target's features at the token before the anchor, plus
+(slot 1 only) a projection of the anchor's embedding. Embedding and head are the target's; the head may be trimmed to a
+draft vocabulary, so a token outside it is never drafted.
+
+Shapes: R rows, n slots, K candidates, H hidden size, T taps, W draft vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.base import Lattice, TrainingBatch
+from verifier import attention
+from verifier.cache import RaggedCache
+from verifier.errors import DrafterError
+from verifier.linear import pack_linears
+from verifier.target import MaskMaker, Target, decoder_layers
+
+
+@dataclass(frozen=True)
+class BlockDiffusionConfig:
+    """Shape of a block-diffusion drafter.
+
+    Attributes:
+        target_layers: decoder layers of the target that are copied; each reads the target's cache of its own layer.
+        taps: decoder layers whose outputs at the token before the anchor enter the block (-1: the embedding).
+        block_size: slots of a full block, B; shorter blocks may be drafted.
+        candidates: tokens kept a slot, K.
+    """
+
+    target_layers: tuple[int, ...]
+    taps: tuple[int, ...]
+    block_size: int = 8
+    candidates: int = 16
+
+    def check(self, layers: int) -> None:
+        """Raise DrafterError where the shape doesn't fit a target of `layers` decoder layers."""
+        if not self.target_layers or not all(0 <= index < layers for index in self.target_layers):
+            raise DrafterError(f"target_layers={list(self.target_layers)} must name layers 0..{layers - 1} of the target")
+        if list(self.target_layers) != sorted(set(self.target_layers)):
+            raise DrafterError(f"target_layers={list(self.target_layers)} must ascend: each layer's cache is read once")
+        if not self.taps or not all(-1 <= index < layers for index in self.taps):
+            raise DrafterError(f"taps={list(self.taps)} must name layers -1..{layers - 1} of the target")
+        if self.block_size < 1 or self.candidates < 1:
+            raise DrafterError(f"block_size={self.block_size} and candidates={self.candidates} must be at least 1")
+
+
+@dataclass
+class LastFeatures:
+    """The features of the last committed token that the target has run, a row: [S, T, H]."""
+
+    features: Tensor
+
+    def move(self, source: int, target: int) -> None:
+        self.features[target] = self.features[source]
+
+
+class BlockDiffusionDrafter(nn.Module):
+    """Drafts a block in one pass over copies of the target's layers.
+
+    Args:
+        target: the model whose layers, embedding, head and cache are used.
+        config: which layers and taps, and the block size.
+        draft_ids: int64 [W], ascending: the tokens that may be drafted; None for the whole vocabulary.
+    """
+
+    def __init__(self, target: Target, config: BlockDiffusionConfig, draft_ids: Tensor | None = None):
+        super().__init__()
+        config.check(len(target.layers))
+        self.config = config
+        self.block_size = config.block_size
+        self.taps = config.taps
+        self.max_positions = target.max_positions
+        self.hidden_size = target.hidden_size
+        self.vocab_size = target.vocab_size
+        self.body = _shallow_body(target, config.target_layers)
+        self.masks = MaskMaker(self.body.config, target.dtype)
+        hidden = target.hidden_size
+        self.slots = nn.Parameter(torch.zeros(config.block_size, hidden))
+        self.feature_projections = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in config.taps)
+        self.anchor_projection = nn.Linear(hidden, hidden, bias=False)
+        self.register_buffer("scale", torch.ones(()))
+        if draft_ids is None:
+            draft_ids = torch.arange(target.vocab_size)
+        self.register_buffer("draft_ids", draft_ids)
+        self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
+        self.head: nn.Module | None = None
+
+    @torch.no_grad()
+    def initialise(self, scale: float) -> None:
+        """Start training from the target: the copied layers as they are, the block from the last token's features.
+
+        `scale` is the size (root mean square) of the hidden states that the first copied layer is used to.
+        """
+        target = self._target[0]
+        copies = decoder_layers(self.body, self.body.config)
+        for copy, index in zip(copies, self.config.target_layers, strict=True):
+            copy.load_state_dict(target.layers[index].state_dict())
+        for name, child in self.body.named_children():
+            if child is not copies and next(child.parameters(), None) is not None:  # the final norm
+                child.load_state_dict(getattr(target.body, name).state_dict())
+        for index, projection in enumerate(self.feature_projections):
+            nn.init.eye_(projection.weight) if index == 0 else nn.init.zeros_(projection.weight)
+        nn.init.zeros_(self.anchor_projection.weight)
+        self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
+
+    def prepare_training(self) -> "BlockDiffusionDrafter":
+        """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
+        self._set_head(torch.bfloat16)
+        return self.train()
+
+    def prepare(self) -> "BlockDiffusionDrafter":
+        """Make ready for drafting: the target's dtype, packed weights, the head trimmed to the draft vocabulary."""
+        target = self._target[0]
+        self.eval().requires_grad_(False).to(device=target.device, dtype=target.dtype)
+        self._set_head(target.dtype)
+        pack_linears(self)
+        return self
+
+    def _set_head(self, dtype: torch.dtype) -> None:
+        self.head = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
+        weight = self._target[0].head_weight(self.draft_ids).to(dtype)
+        self.head.weight = nn.Parameter(weight, requires_grad=False)
+
+    def block_inputs(self, features: Sequence[Tensor], anchor_embedding: Tensor, slots: int) -> Tensor:
+        """Inputs [..., n, H] of a block from features (T tensors [..., H]) and the anchor's embedding [..., H]."""
+        context = self.slots[:slots] + sum(
+            projection(_unit(feature)) for projection, feature in zip(self.feature_projections, features, strict=True)
+        ).unsqueeze(-2)
+        anchor = self.anchor_projection(_unit(anchor_embedding)).unsqueeze(-2)
+        return self.scale * torch.cat([context[..., :1, :] + anchor, context[..., 1:, :]], dim=-2)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., W] over the draft vocabulary."""
+        assert self.head is not None, "prepare() or prepare_training() sets the head"
+        return self.head(hidden)
+
+    def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
+        """Hidden states [R, A, n, H] of every slot of every block of a training batch (before the head)."""
+        rows, anchors = batch.anchors.shape
+        index_RAH = (batch.anchors - 1)[..., None].expand(-1, -1, self.hidden_size)
+        features = [tap.gather(1, index_RAH).to(self.slots.dtype) for tap in batch.taps]
+        embedded = self._target[0].embedding(batch.ids.gather(1, batch.anchors)).to(self.slots.dtype)
+        inputs = self.block_inputs(features, embedded, slots).view(rows, anchors * slots, self.hidden_size)
+        positions_RAn = batch.anchors[..., None] + torch.arange(slots, device=batch.ids.device)
+
+        context = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+        sees_context = (context < batch.anchors[..., None]).repeat_interleave(slots, dim=1)
+        own_block = torch.eye(anchors, dtype=torch.bool).repeat_interleave(slots, 0).repeat_interleave(slots, 1)
+        allowed = torch.cat([sees_context, own_block.expand(rows, -1, -1)], dim=2)
+        mask = attention.fold_mask(allowed, self.masks.repeats, torch.float32)
+        hidden = self.body(
+            inputs_embeds=inputs,
+            attention_mask=mask,
+            position_ids=positions_RAn.view(rows, -1),
+            cache=_FrozenContext(batch.keys, batch.values),
+            use_cache=True,
+        ).last_hidden_state
+        return hidden.view(rows, anchors, slots, self.hidden_size)
+
+    def start(self, rows: int, max_length: int) -> LastFeatures:
+        target = self._target[0]
+        shape = (rows, len(self.taps), self.hidden_size)
+        return LastFeatures(torch.zeros(shape, dtype=target.dtype, device=target.device))
+
+    def observe(self, state: LastFeatures, first: int, taps: list[Tensor], counts_R: Tensor) -> None:
+        rows = torch.arange(len(counts_R), device=counts_R.device)
+        last = (counts_R - 1).clamp(min=0)
+        new_RTH = torch.stack([tap_RQH[rows, last] for tap_RQH in taps], dim=1)
+        old_RTH = state.features[first : first + len(rows)]
+        old_RTH.copy_(torch.where((counts_R > 0)[:, None, None], new_RTH, old_RTH))
+
+    @torch.inference_mode()
+    def draft(self, state: LastFeatures, anchors_R: Tensor, cache: RaggedCache, slots: int) -> Lattice:
+        assert self.head is not None, "prepare() comes before drafting"
+        rows = len(anchors_R)
+        features = state.features[:rows].unbind(1)
+        inputs_RnH = self.block_inputs(features, self._target[0].embedding(anchors_R), slots)
+        positions_Rn, extent = cache.begin(0, rows, slots)
+        mask = self.masks.block(positions_Rn, extent)
+        hidden_RnH = self.body(
+            inputs_embeds=inputs_RnH, attention_mask=mask, position_ids=positions_Rn, cache=cache, use_cache=True
+        ).last_hidden_state
+        logits = self.logits(hidden_RnH).float()
+        top = logits.topk(min(self.config.candidates, logits.shape[-1]))
+        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
+        return Lattice(anchors_R, inputs_RnH[:, 0], self.draft_ids[top.indices], log_probs, hidden_RnH)
+
+
+@dataclass
+class _FrozenContext:
+    """A cache for training: the target's keys and values of each layer, followed by those of all blocks."""
+
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        context_keys, context_values = self.keys[layer_idx].to(keys.dtype), self.values[layer_idx].to(values.dtype)
+        return torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Features at root mean square 1, in their dtype; the reduction runs in float32."""
+    return F.rms_norm(features.float(), features.shape[-1:]).to(features.dtype)
+
+
+def _shallow_body(target: Target, layer_ids: Sequence[int]) -> nn.Module:
+    """A model of the target's own class with some of its layers, each bound to its layer of the target's cache.
+
+    The weights are not set: they come from a checkpoint or, for training, from `initialise`.
+    """
+    config = deepcopy(target.config)
+    config.num_hidden_layers = len(layer_ids)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [target.config.layer_types[index] for index in layer_ids]
+    config._attn_implementation = attention.NAME
+    with torch.device("meta"):
+        body = type(target.body)(config)
+    body.set_input_embeddings(nn.Identity())
+    for name, child in body.named_children():
+        if next(child.parameters(), None) is None and not isinstance(child, nn.Identity):
+            setattr(body, name, deepcopy(getattr(target.body, name)))  # rotary tables: computed, not loaded
+        else:
+            child.to_empty(device=target.device).to(torch.float32)
+    for layer, index in zip(decoder_layers(body, config), layer_ids, strict=True):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index
+    return body

@@ -1,0 +1,1 @@
+"""Hydra entry points: training, measuring, demonstrating. They run from a clone."""

@@ -1,0 +1,209 @@
+"""Train a block-diffusion drafter on a target's own answers.
+
+    python -m experiments.train_drafter target=smollm2_135m answers=answers.jsonl
+    python -m experiments.train_drafter run=runs/drafter steps=8000          # goes on where the run stopped
+
+Every step draws sequences, a block length n and anchors from (seed, step) alone, so a resumed run sees what an unbroken
+one would have seen. Blocks of random length teach the drafter to draft short blocks too, and spend more of the work on
+the first slots, without which the later ones are never reached. The loss is the cross-entropy over the draft vocabulary,
+weighted exp(-(t - 1) / gamma) for slot t. The learning rate is constant, then falls linearly to zero over the last
+`decay` of the steps, so that a run can be prolonged from the checkpoint at which the fall began.
+
+Shapes: R sequences, A anchors a sequence, n slots, W draft vocabulary, H hidden size.
+"""
+
+import json
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from dcoco.targets import load_target
+from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
+from drafters.checkpoint import save_block_diffusion, target_identity
+from experiments.environment import CONF, describe
+from experiments.features import FeatureStore, Sequence_, build, read_answers
+from verifier.target import Target
+
+
+@hydra.main(version_base=None, config_path=CONF, config_name="train_drafter")
+def main(config: DictConfig) -> None:
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    model, tokenizer, _ = load_target(config.target)
+    target = Target(model, pack=False)
+    run = Path(config.run)
+    run.mkdir(parents=True, exist_ok=True)
+    answers = read_answers(Path(config.answers), config.limit)
+    shape = BlockDiffusionConfig(tuple(config.target_layers), tuple(config.taps), config.block_size, config.candidates)
+    features = Path(config.features)
+    build(features, target, answers, config.store_taps or shape.taps, config.store_layers or shape.target_layers)
+    store = FeatureStore(features, shape.taps, shape.target_layers)
+
+    drafter = BlockDiffusionDrafter(target, shape, draft_vocabulary(answers, config.draft_vocab_size))
+    first_tap = store.taps[0][: store.sequences[min(64, len(store.sequences) - 1)].start]
+    drafter.initialise(scale=first_tap.float().pow(2).mean(-1).sqrt().median().item())
+    trainer = Trainer(drafter.prepare_training(), store, config)
+    trainer.restore(run / "state.pt")
+    with tqdm(total=config.steps, initial=trainer.step, desc="train", unit="step") as bar:
+        while trainer.step < config.steps:
+            loss = trainer.train_step()
+            bar.update()
+            bar.set_postfix(loss=f"{loss:.3f}", lr=f"{trainer.learning_rate():.1e}")
+            last = trainer.step == config.steps
+            if trainer.step == math.ceil(config.steps * (1 - config.decay)):
+                trainer.save(run / "before_decay.pt")
+            if last or trainer.step % config.save_every == 0:
+                figures = trainer.evaluate()
+                tqdm.write(json.dumps({"step": trainer.step, **figures}))
+                with (run / "log.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": trainer.step, "seconds": round(trainer.seconds), **figures}) + "\n")
+                trainer.save(run / "state.pt")
+                recipe = {"config": OmegaConf.to_container(config), "figures": figures, **describe()}
+                recipe |= {"steps": trainer.step, "seconds": round(trainer.seconds)}
+                save_block_diffusion(run / "checkpoint", drafter, target_identity(target, tokenizer), recipe)
+
+
+def draft_vocabulary(answers: list[dict[str, list[int]]], size: int | None) -> Tensor | None:
+    """The `size` most frequent ids of the answers, ascending (int64 [W]); None means the whole vocabulary."""
+    if size is None:
+        return None
+    counts = Counter(token for answer in answers for token in answer["response_ids"])
+    return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
+
+
+class Trainer:
+    """Weights, optimizer and position in the data of one run."""
+
+    def __init__(self, drafter: BlockDiffusionDrafter, store: FeatureStore, config: DictConfig):
+        self.drafter = drafter
+        self.store = store
+        self.config = config
+        count = len(store.sequences)
+        self.held_out = range(count - config.held_out, count)
+        self.step = 0
+        self.seconds = 0.0
+        matrices = [p for p in drafter.parameters() if p.requires_grad and p.ndim == 2 and p is not drafter.slots]
+        vectors = [p for p in drafter.parameters() if p.requires_grad and not (p.ndim == 2 and p is not drafter.slots)]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        # From draft id to its column in the draft vocabulary, -100 (ignored by the loss) for ids that can't be drafted.
+        self.column_of = torch.full((drafter.vocab_size,), -100)
+        self.column_of[drafter.draft_ids] = torch.arange(len(drafter.draft_ids))
+        self._epoch: tuple[int, list[list[int]]] = (-1, [])
+
+    def learning_rate(self) -> float:
+        """Linear warm-up, constant, linear decay to zero."""
+        config = self.config
+        left = (config.steps - self.step) / max(1.0, config.steps * config.decay)
+        return config.lr * min(1.0, (self.step + 1) / config.warmup, left)
+
+    def train_step(self) -> float:
+        """One optimizer step; returns the mean loss of slot 1."""
+        begun = time.perf_counter()
+        config = self.config
+        random = torch.Generator().manual_seed(config.seed * 1_000_003 + self.step)
+        lengths = config.block_lengths
+        slots = lengths[int(torch.randint(len(lengths), (1,), generator=random))]
+        chosen = self._sequences_of_step()
+        batch, labels_RAn = self.blocks(chosen, config.slots_per_step // (len(chosen) * slots), slots, random)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate()
+        loss, first = self.loss(batch, labels_RAn, slots)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.seconds += time.perf_counter() - begun
+        return first
+
+    def loss(self, batch: Any, labels_RAn: Tensor, slots: int) -> tuple[Tensor, float]:
+        """Weighted cross-entropy, and that of slot 1 alone."""
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
+        columns = torch.where(labels_RAn >= 0, self.column_of[labels_RAn.clamp(min=0)], -100)
+        losses = F.cross_entropy(logits.float().flatten(0, 2), columns.flatten(), ignore_index=-100, reduction="none")
+        losses = losses.view(-1, slots)
+        weights = torch.exp(-torch.arange(slots) / self.config.gamma) * (columns.view(-1, slots) >= 0)
+        return (losses * weights).sum() / weights.sum().clamp(min=1e-6), losses[:, 0].mean().item()
+
+    def blocks(self, chosen: list[int], anchors: int, slots: int, random: torch.Generator) -> tuple[Any, Tensor]:
+        """Random blocks in the answers of some sequences, and their labels [R, A, n] (-1 behind the end)."""
+        sequences = [self.store.sequences[index] for index in chosen]
+        anchors_RA = torch.stack([random_anchors(sequence, anchors, random) for sequence in sequences])
+        batch = self.store.batch(chosen, anchors_RA)
+        ahead_RAn = anchors_RA[..., None] + torch.arange(1, slots + 1)
+        ends = torch.tensor([sequence.length for sequence in sequences])
+        tokens = batch.ids.gather(1, ahead_RAn.clamp(max=batch.ids.shape[1] - 1).flatten(1)).view(ahead_RAn.shape)
+        return batch, torch.where(ahead_RAn < ends[:, None, None], tokens, -1)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Acceptance on held-out answers, full blocks only: lengths of the top-1 and of the best path, and slot accuracy."""
+        slots = self.drafter.block_size
+        random = torch.Generator().manual_seed(1)
+        top1, oracle = [], []
+        for start in range(0, len(self.held_out), 8):
+            batch, labels_RAn = self.blocks(list(self.held_out[start : start + 8]), 32, slots, random)
+            with torch.autocast("cpu", torch.bfloat16):
+                logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
+            candidates = self.drafter.draft_ids[logits.topk(self.drafter.config.candidates).indices]
+            full = (labels_RAn >= 0).all(-1)
+            hits = (candidates == labels_RAn[..., None])[full]
+            top1.append(hits[..., 0])
+            oracle.append(hits.any(-1))
+        first, any_ = torch.cat(top1).long(), torch.cat(oracle).long()
+        return {
+            "top1_length": round(1 + first.cumprod(-1).sum(-1).float().mean().item(), 4),
+            "oracle_length": round(1 + any_.cumprod(-1).sum(-1).float().mean().item(), 4),
+            "top1_accuracy": [round(value, 4) for value in first.float().mean(0).tolist()],
+            "oracle_accuracy": [round(value, 4) for value in any_.float().mean(0).tolist()],
+        }
+
+    def save(self, file: Path) -> None:
+        """Write everything that an exact resume needs."""
+        weights = {name: p for name, p in self.drafter.state_dict().items() if not name.startswith("head.")}
+        state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "step": self.step, "seconds": self.seconds}
+        torch.save(state, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").replace(file)
+
+    def restore(self, file: Path) -> None:
+        """Go on from a state, where there is one."""
+        if file.exists():
+            state = torch.load(file, weights_only=True)
+            self.drafter.load_state_dict(state["weights"], strict=False)
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seconds = state["step"], state["seconds"]
+
+    def _sequences_of_step(self) -> list[int]:
+        """The sequences of this step: a shuffled epoch, cut into batches of similar length to save padding."""
+        size = self.config.sequences_per_step
+        training = len(self.store.sequences) - self.config.held_out
+        epoch, position = divmod(self.step, training // size)
+        if self._epoch[0] != epoch:
+            random = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+            order = torch.randperm(training, generator=random).tolist()
+            batches = []
+            for start in range(0, len(order), 32 * size):
+                pool = sorted(order[start : start + 32 * size], key=lambda index: self.store.sequences[index].length)
+                batches += [pool[i : i + size] for i in range(0, len(pool) - size + 1, size)]
+            shuffle = torch.randperm(len(batches), generator=random).tolist()
+            self._epoch = (epoch, [batches[index] for index in shuffle])
+        return self._epoch[1][position % len(self._epoch[1])]
+
+
+def random_anchors(sequence: Sequence_, count: int, random: torch.Generator) -> Tensor:
+    """`count` anchors (int64) in an answer: from its first token to the last that has one behind it."""
+    return torch.randint(sequence.prompt, max(sequence.prompt + 1, sequence.length - 1), (count,), generator=random)
+
+
+if __name__ == "__main__":
+    main()

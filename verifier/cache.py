@@ -1,0 +1,103 @@
+"""Ragged key/value cache: one preallocated tensor a layer, one length a row.
+
+Rows of a batch accept different numbers of draft tokens, so each row writes at its own position and rolling back is
+lowering its length. Nothing is concatenated and no row is copied for a round.
+
+Shapes: S rows allocated, R rows of a pass, Q new tokens a row, L allocated positions, G key/value heads, D head size.
+"""
+
+import torch
+from torch import Tensor
+
+from verifier.errors import ParameterError
+
+
+class RaggedCache:
+    """Keys and values of up to `rows` sequences of up to `max_length` tokens, called by transformers' layers.
+
+    A forward pass is announced with `begin`; then every attention layer calls `update`, which writes the new keys and
+    values of row r at positions `lengths[r] ..` and returns a view of everything up to the longest row of the pass.
+    Raising `lengths[r]` makes tokens count; what lies beyond a length is overwritten by the next pass. That is how a
+    verified block is rolled back, and how a drafter parks the keys of its block behind the context that it shares.
+
+    Args:
+        rows: sequences that may be held at once (S).
+        max_length: positions of each row (L), the space for a block behind the context included.
+    """
+
+    def __init__(self, rows: int, max_length: int, device: torch.device | str = "cpu"):
+        if rows < 1 or max_length < 2:
+            raise ParameterError(f"a cache needs rows >= 1 and max_length >= 2, got rows={rows}, max_length={max_length}")
+        self.rows = rows
+        self.max_length = max_length
+        self.device = torch.device(device)
+        self.lengths = [0] * rows  # on the host: the engine reads each round's verdict once and then knows them
+        self._keys: dict[int, Tensor] = {}  # layer -> [S, L, G, D]
+        self._values: dict[int, Tensor] = {}
+        self._rows = slice(0, 0)
+        self._extent = 0
+        self._slots = torch.empty(0, dtype=torch.int64)  # flat positions (row * L + position) that the pass writes
+
+    def begin(self, first: int, rows: int, queries: int) -> tuple[Tensor, int]:
+        """Announce a pass of `queries` new tokens for each of the rows `first .. first + rows - 1`.
+
+        Returns:
+            positions [R, Q] int64 (absolute), and the extent: how many cache positions the pass looks at.
+
+        Raises:
+            ParameterError: a row has no room for the new tokens.
+        """
+        lengths = self.lengths[first : first + rows]
+        self._extent = max(lengths) + queries
+        if self._extent > self.max_length:
+            raise ParameterError(
+                f"the cache holds {self.max_length} positions a row; {max(lengths)} are taken and {queries} more are "
+                "needed: shorten the block or allocate a longer cache"
+            )
+        self._rows = slice(first, first + rows)
+        starts_R1 = torch.tensor(lengths, device=self.device)[:, None]
+        positions_RQ = starts_R1 + torch.arange(queries, device=self.device)
+        rows_R1 = torch.arange(first, first + rows, device=self.device)[:, None]
+        self._slots = (rows_R1 * self.max_length + positions_RQ).view(-1)
+        return positions_RQ, self._extent
+
+    def update(
+        self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values [R, G, Q, D] of one layer; return all of [R, G, extent, D] as views.
+
+        The name and the arguments are those of `transformers.Cache.update`, which attention layers call.
+        """
+        if layer_idx not in self._keys:
+            self._keys[layer_idx] = self._allocate(keys)
+            self._values[layer_idx] = self._allocate(values)
+        return self._write(self._keys[layer_idx], keys), self._write(self._values[layer_idx], values)
+
+    def move(self, source: int, target: int) -> None:
+        """Make row `target` a copy of row `source`: rows in use stay a prefix when one in the middle ends."""
+        if source == target:
+            return
+        length = self.lengths[source]
+        for store in (*self._keys.values(), *self._values.values()):
+            store[target, :length] = store[source, :length]
+        self.lengths[target] = length
+
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Views of the keys and values [R, G, extent, D] of one layer, as the last pass saw them."""
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        return tuple(store[self._rows, : self._extent].transpose(1, 2) for store in (keys, values))  # type: ignore[return-value]
+
+    def nbytes(self) -> int:
+        """Bytes of all keys and values allocated so far."""
+        return sum(store.nbytes for store in (*self._keys.values(), *self._values.values()))
+
+    def _allocate(self, like: Tensor) -> Tensor:
+        # zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN. Untouched pages cost nothing.
+        _, heads, _, size = like.shape
+        return torch.zeros(self.rows, self.max_length, heads, size, dtype=like.dtype, device=like.device)
+
+    def _write(self, store: Tensor, new: Tensor) -> Tensor:
+        rows, heads, queries, size = new.shape
+        flat = store.view(self.rows * self.max_length, heads, size)
+        flat.index_copy_(0, self._slots, new.transpose(1, 2).reshape(rows * queries, heads, size))
+        return store[self._rows, : self._extent].transpose(1, 2)

@@ -1,0 +1,28 @@
+"""Every error that dcoco raises on purpose.
+
+A message names what was wrong, the value, the limit it broke and the remedy. `except DcocoError` catches them all.
+"""
+
+
+class DcocoError(Exception):
+    """Base of all errors of dcoco."""
+
+
+class ParameterError(DcocoError, ValueError):
+    """A request carries an argument of the wrong type or out of its range."""
+
+
+class TargetError(DcocoError):
+    """A target can't be loaded or can't be used for speculation (missing weights, state that can't be rolled back)."""
+
+
+class DrafterError(DcocoError):
+    """A drafter or corrector checkpoint is broken or doesn't fit its target."""
+
+
+class FetchError(DcocoError):
+    """Weights can't be downloaded, or what arrived has the wrong digest."""
+
+
+class ConfigError(DcocoError):
+    """A configuration file names an unknown key, or a value that can't be used."""

@@ -1,0 +1,180 @@
+"""The target: a transformers causal LM run block-wise over a ragged cache, with the hidden states that drafters read.
+
+Any decoder-only model that `AutoModelForCausalLM` loads works through its own `forward`: masks and positions are given
+in the form that it accepts, so no family needs code here.
+
+Shapes: R rows, Q query tokens a row, L cache positions, H hidden size, V vocabulary, T taps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verifier import attention
+from verifier.cache import RaggedCache
+from verifier.errors import TargetError
+from verifier.linear import PackedLinear, pack_linears
+
+PREFILL_CHUNK = 512  # tokens a row in one prefill pass: bounds the memory of masks and activations
+
+
+@dataclass
+class Pass:
+    """What one forward pass of the target left: hidden [R, Q, H] (after the final norm) and the taps, [R, Q, H] each."""
+
+    hidden: Tensor
+    taps: list[Tensor]
+
+
+class Target:
+    """A causal LM whose cache can be rolled back.
+
+    Args:
+        model: from `AutoModelForCausalLM`; its weights are packed in place where the CPU profits (`pack=True`).
+        pack: leave False to keep plain `nn.Linear` weights, for training a drafter from them.
+
+    Raises:
+        TargetError: recurrent or hybrid state that cannot be rolled back, or logits that are not the head's output.
+    """
+
+    def __init__(self, model: PreTrainedModel, pack: bool = True):
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config()
+        self.body: nn.Module = model.base_model
+        self.layers = decoder_layers(self.body, self.config)
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.embedding: nn.Module = model.get_input_embeddings()
+        self.masks = MaskMaker(self.config, self.dtype)
+        self.tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            layer.register_forward_hook(self._remember(index))
+        model.set_attn_implementation(attention.NAME)
+        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._scale = getattr(self.config, "logit_scale", None) or 1.0 / getattr(self.config, "logits_scaling", 1.0)
+        self._check_head()
+        if pack:
+            pack_linears(model)
+        self.head: nn.Module = model.get_output_embeddings()
+
+    @torch.inference_mode()
+    def forward(self, ids_RQ: Tensor, cache: RaggedCache, taps: Sequence[int] = (), first: int = 0) -> Pass:
+        """Run ids [R, Q] int64 behind the rows `first .. first + R - 1` of the cache, causally.
+
+        `taps` names decoder layers whose outputs (before the final norm) are returned; -1 is the embedding's output.
+        The tokens enter the cache but count only once the caller raises `cache.lengths`.
+        """
+        rows, queries = ids_RQ.shape
+        positions_RQ, extent = cache.begin(first, rows, queries)
+        mask = self.masks.causal(positions_RQ, extent)
+        embedded = self.embedding(ids_RQ)
+        out = self.body(
+            inputs_embeds=embedded, attention_mask=mask, position_ids=positions_RQ, cache=cache, use_cache=True
+        )
+        return Pass(out.last_hidden_state, [embedded if tap < 0 else self.tapped[tap] for tap in taps])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., H] that have passed the final norm."""
+        logits = self.head(hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def head_weight(self, ids: Tensor) -> Tensor:
+        """The head's weight rows [len(ids), H] of some tokens, unpacked."""
+        if isinstance(self.head, PackedLinear):
+            return self.head.unpack()[ids]
+        return self.head.weight[ids]
+
+    def _remember(self, index: int):  # noqa: ANN202 - a forward hook
+        def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+            self.tapped[index] = output if isinstance(output, Tensor) else output[0]
+
+        return hook
+
+    @torch.inference_mode()
+    def _check_head(self) -> None:
+        """A model whose logits are more than its head's output would be decoded wrongly: find out on two tokens."""
+        ids = torch.tensor([[0, 1]], device=self.device)
+        cache = RaggedCache(1, 4, self.device)
+        self.head = self.model.get_output_embeddings()
+        ours = self.logits(self.forward(ids, cache).hidden).float()
+        theirs = self.model(input_ids=ids, attention_mask=self.masks.explicit(2, self.device), use_cache=False).logits
+        gap = (ours - theirs.float()).abs().max().item()
+        if not gap <= 0.05 * theirs.float().abs().max().item() + 1e-3:
+            raise TargetError(
+                f"{type(self.model).__name__}: logits through the ragged cache differ from the model's own by {gap:.3g}; "
+                "its attention or its head does something that this wrapper does not know, so it can't be a target"
+            )
+
+
+class MaskMaker:
+    """Attention masks over a ragged cache, in the form that a family's `forward` takes.
+
+    A model with one kind of layer takes one mask, a model with several (Gemma 3, ...) a dictionary by layer type. None
+    means that every query may see every key, which spares batch 1 its masks.
+    """
+
+    def __init__(self, config: object, dtype: torch.dtype):
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads  # type: ignore[attr-defined]
+        self.repeats: int = config.num_attention_heads // kv_heads  # type: ignore[attr-defined]
+        self.dtype = dtype
+        types = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        if types is None:
+            self.windows = {"": window}
+        else:
+            self.windows = {kind: window if "sliding" in kind else None for kind in dict.fromkeys(types)}
+
+    def causal(self, positions_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
+        """Each query sees its own position and those before it."""
+        return self._by_type(positions_RQ, positions_RQ, extent)
+
+    def block(self, positions_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
+        """Each query sees the context and the whole block, in both directions (diffusion drafting)."""
+        return self._by_type(positions_RQ, positions_RQ[:, -1:].expand_as(positions_RQ), extent)
+
+    def explicit(self, length: int, device: torch.device) -> Tensor | dict[str, Tensor | None]:
+        """The causal mask of one sequence run from its start, never None."""
+        columns = torch.arange(length, device=device)
+        mask = attention.fold_mask((columns[None, :] <= columns[:, None])[None], self.repeats, self.dtype)
+        return mask if len(self.windows) == 1 else dict.fromkeys(self.windows, mask)
+
+    def _by_type(self, positions_RQ: Tensor, last_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
+        rows, queries = positions_RQ.shape
+        all_visible = rows == 1 and (queries == 1 or last_RQ is not positions_RQ)
+        columns_L = torch.arange(extent, device=positions_RQ.device)
+        masks: dict[str, Tensor | None] = {}
+        for kind, window in self.windows.items():
+            if all_visible and (window is None or extent <= window):
+                masks[kind] = None
+                continue
+            allowed_RQL = columns_L <= last_RQ[:, :, None]
+            if window is not None:
+                allowed_RQL &= columns_L > positions_RQ[:, :, None] - window
+            masks[kind] = attention.fold_mask(allowed_RQL, self.repeats, self.dtype)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def decoder_layers(body: nn.Module, config: object) -> nn.ModuleList:
+    """The decoder layers of a model; refuses models with state that rolling back a length can't undo."""
+    types = set(getattr(config, "layer_types", None) or ())
+    recurrent = {kind for kind in types if "attention" not in kind or "linear" in kind}
+    if recurrent or any(hasattr(config, key) for key in ("state_size", "ssm_cfg", "mamba_d_state", "conv_kernel")):
+        raise TargetError(
+            f"{type(body).__name__} keeps recurrent state ({', '.join(sorted(recurrent)) or 'state-space layers'}), which can't be "
+            "rolled back after a rejected draft; choose a target with attention layers only"
+        )
+    count = config.num_hidden_layers  # type: ignore[attr-defined]
+    for child in body.children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return child
+    raise TargetError(f"{type(body).__name__} has no list of its {count} decoder layers; it can't be a target")
