@@ -7,9 +7,9 @@ score of candidate j of slot t+1 after candidate i of slot t is
     S[t+1](j | i) = u[t+1, j] + pair(i, j),      pair(i, j) = w . act(A r[t, i] + B r[t+1, j] + C s[t] + b)
 
 with u the drafter's log-probability, r a representation of the candidate (its embedding, the slot's hidden state, how
-probable it is) and s[t] of the two slots. The first layer is a sum of three terms, so the K x K part is an addition, an
-activation and a dot product. The anchor is slot 0 and its own only candidate. `w` starts at zero: an untrained corrector
-is exactly the plain drafter.
+probable it is) and s[t] of the two slots. The first layer is a sum of three terms, so the K x K part is an addition,
+an activation and a dot product. The anchor is slot 0 and its own only candidate. `w` starts at zero: an untrained
+corrector is exactly the plain drafter.
 
 Shapes: R rows, n slots, K candidates, H hidden size, D width of a representation, M width of the pair score.
 """
@@ -76,32 +76,33 @@ class Corrector(nn.Module):
         nn.init.zeros_(self.pair_out.weight)
 
     def forward(self, lattice: Lattice, embedding: nn.Module) -> Scores:
-        """Score a lattice; `embedding` is the target's input embedding (ids -> [..., H])."""
-        hidden_RnH = torch.cat([lattice.anchor_hidden[:, None], lattice.hidden], dim=1)  # slot 0 is the anchor
-        hidden_RnH = F.rms_norm(hidden_RnH, hidden_RnH.shape[-1:])
-        states = self.pair_state(_norm(self.state(torch.cat([hidden_RnH[:, :-1], hidden_RnH[:, 1:]], dim=-1))))
-        slots = self.slot(hidden_RnH)  # [R, n + 1, D]
+        """Score all pairs of a lattice; `embedding` is the target's input embedding (ids -> [..., H])."""
+        anchor_RM, before_RnKM, after_RnKM = self.terms(lattice, embedding)
+        first = self.pair(anchor_RM[:, None] + after_RnKM[:, 0])
+        rest = self.pair(before_RnKM[:, :-1, :, None] + after_RnKM[:, 1:, None])
+        return Scores(lattice.log_probs[:, 0] + first, lattice.log_probs[:, 1:, None] + rest)
 
-        anchor = self._represent(lattice.anchors[:, None], torch.zeros_like(lattice.log_probs[:, 0, :1]), slots[:, 0], embedding)
-        others = self._represent(lattice.ids, lattice.log_probs, slots[:, 1:], embedding)  # [R, n, K, D]
-        after = self.pair_after(others) + states[:, :, None]  # [R, n, K, M]
-        before = self.pair_before(others[:, :-1])  # [R, n - 1, K, M]
-        first = self._score(self.pair_before(anchor) + after[:, 0])
-        rest = self._score(before[:, :, :, None] + after[:, 1:, None])
-        log_probs = lattice.log_probs
-        return Scores(log_probs[:, 0] + first, log_probs[:, 1:, None] + rest)
+    def terms(self, lattice: Lattice, embedding: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+        """The summands of the first layer: of the anchor as a predecessor [R, M], of every candidate as a predecessor
+        [R, n, K, M], and of every candidate as a successor together with its pair of slots [R, n, K, M]."""
+        hidden_RnH = _norm(torch.cat([lattice.anchor_hidden[:, None], lattice.hidden], dim=1))  # slot 0 is the anchor
+        states_RnM = self.pair_state(_norm(self.state(torch.cat([hidden_RnH[:, :-1], hidden_RnH[:, 1:]], dim=-1))))
+        slots_RnD = self.slot(hidden_RnH)  # [R, n + 1, D]
+        certain = torch.zeros_like(lattice.log_probs[:, 0, :1])  # the anchor's log-probability
+        anchor_R1D = self._represent(lattice.anchors[:, None], certain, slots_RnD[:, 0], embedding)
+        others_RnKD = self._represent(lattice.ids, lattice.log_probs, slots_RnD[:, 1:], embedding)
+        after_RnKM = self.pair_after(others_RnKD) + states_RnM[:, :, None]
+        return self.pair_before(anchor_R1D)[:, 0], self.pair_before(others_RnKD), after_RnKM
+
+    def pair(self, summed: Tensor) -> Tensor:
+        """Pair scores [...] float32 of summed first layers [..., M] (overwritten)."""
+        return self.pair_out(F.relu_(summed)).squeeze(-1).float()
 
     def _represent(self, ids: Tensor, log_probs: Tensor, slots: Tensor, embedding: nn.Module) -> Tensor:
         """Representations [..., K, D] of candidates: ids and log_probs [..., K], slots [..., D]."""
         rank = torch.arange(ids.shape[-1], device=ids.device) / 16.0
         scalars = torch.stack([log_probs, log_probs - log_probs[..., :1], rank.expand_as(log_probs)], dim=-1)
-        embedded = embedding(ids)
-        embedded = F.rms_norm(embedded, embedded.shape[-1:])
-        return _norm(self.token(embedded) + slots[..., None, :] + self.scalars(scalars.to(slots.dtype)))
-
-    def _score(self, summed: Tensor) -> Tensor:
-        """Pair scores [...] float32 of summed first layers [..., M]."""
-        return self.pair_out(F.relu_(summed)).squeeze(-1).float()
+        return _norm(self.token(_norm(embedding(ids))) + slots[..., None, :] + self.scalars(scalars.to(slots.dtype)))
 
 
 def _norm(x: Tensor) -> Tensor:
@@ -109,7 +110,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def save_corrector(folder: Path, corrector: Corrector, training: dict[str, Any]) -> None:
-    """Write `corrector.json` and `corrector.safetensors` (bfloat16) beside the drafter that the corrector belongs to."""
+    """Write `corrector.json` and `corrector.safetensors` (bfloat16) beside the drafter that it belongs to."""
     state = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in corrector.state_dict().items()}
     save_file(state, str(folder / "corrector.safetensors"))
     config = {**asdict(corrector.config), "training": training}

@@ -6,7 +6,6 @@
 Shapes: R rows, n drafted slots, V vocabulary.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcoco.corrector import Corrector, Scores, load_corrector
-from dcoco.engine import Batch, Engine, Request
+from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
 from dcoco.output import Chunk, RequestOutput
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
@@ -78,8 +77,8 @@ class DCOCODecoder:
     ) -> "DCOCODecoder":
         """Load a target by name (conf/target), folder, hub id or GGUF file, with its default or the given drafter.
 
-        `dtype=None` is bfloat16 where the device multiplies it natively, else float32. Raises TargetError, DrafterError,
-        FetchError or ConfigError.
+        `dtype=None` is bfloat16 where the device multiplies it natively, else float32. Raises TargetError,
+        DrafterError, FetchError or ConfigError.
         """
         model, tokenizer, source = load_target(target, dtype=dtype, device=device)
         wrapped = Target(model)
@@ -169,7 +168,7 @@ class DCOCODecoder:
         requests = [engine.submit(ids, one) for ids, one in zip(prompt_ids, each, strict=True)]
         with tqdm(total=len(requests), disable=not progress, unit="prompt") as bar:
             while engine.busy:
-                bar.update(sum(request.output is not None for request in engine.step()))
+                bar.update(len({id(request) for request in engine.step() if request.output is not None}))
         return [request.result() for request in requests]
 
     def stream(
@@ -201,7 +200,9 @@ class DCOCODecoder:
         if method not in METHODS:
             raise ParameterError(f"method={method!r}: must be one of {', '.join(METHODS)}")
         if method != "plain" and self.drafter is None:
-            raise DrafterError(f"method={method!r} needs a drafter and this target has none: pass drafter=..., or method='plain'")
+            raise DrafterError(
+                f"method={method!r} needs a drafter and this target has none: pass drafter=..., or method='plain'"
+            )
         longest = max((len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True)), default=1)
         return Engine(self, method, min(len(prompts), self.max_rows) or 1, longest, trace)
 

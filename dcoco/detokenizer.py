@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 REPLACEMENT = "\ufffd"  # what a tokenizer shows for bytes that don't make up a character yet
-CONTEXT = 6  # tokens before the new ones that are decoded along, since some tokenizers join neighbours (spaces, accents)
+CONTEXT = 6  # tokens before the new ones that are decoded along: some tokenizers join neighbours (spaces, accents)
 
 
 class Detokenizer:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dcoco.detokenizer import Detokenizer
 from dcoco.errors import ParameterError
-from dcoco.output import RequestOutput, RoundTrace, Stats
+from dcoco.output import PHASES, RequestOutput, RoundTrace, Stats
 from drafters.base import DraftState
 from verifier.cache import RaggedCache
 from verifier.sampling import SamplingBatch, SamplingParams, draw, probabilities
@@ -28,13 +28,13 @@ from verifier.target import PREFILL_CHUNK
 if TYPE_CHECKING:
     from dcoco.decoder import DCOCODecoder, Method
 
-PHASES = ("draft", "correct", "verify")
-
 
 class Request:
     """One prompt on its way: what was asked for, and what has been committed."""
 
-    def __init__(self, prompt_ids: list[int], params: SamplingParams, limit: int, detokenizer: Detokenizer, trace: bool):
+    def __init__(
+        self, prompt_ids: list[int], params: SamplingParams, limit: int, detokenizer: Detokenizer, trace: bool
+    ):
         self.prompt_ids = prompt_ids
         self.params = params
         self.seed = random.getrandbits(63) if params.seed is None else params.seed
@@ -92,7 +92,7 @@ class Batch:
         self.anchors: Tensor = torch.empty(0, dtype=torch.int64, device=cache.device)  # [R]
         self.sampling = SamplingBatch.stack([], [], cache.device)
         self.lattice_ids: Tensor | None = None  # [R, n, K] of the last round, for traces
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.phase_seconds = dict.fromkeys(PHASES, 0.0)  # of the last round
 
     def positions(self, count: int) -> Tensor:
         """Absolute positions [R, count] of the tokens behind the anchors."""
@@ -104,7 +104,7 @@ class Batch:
         """Add the time of a phase of the round (host time: on a GPU, of launching it)."""
         begun = time.perf_counter()
         yield
-        self.seconds[phase] += time.perf_counter() - begun
+        self.phase_seconds[phase] = time.perf_counter() - begun
 
 
 class Engine:
@@ -128,7 +128,6 @@ class Engine:
         room = self.max_length + self.block + 1
         state = self.drafter.start(rows, room) if self.drafter else None
         self.batch = Batch(method, RaggedCache(rows, room, self.target.device), state)
-        self.seconds = 0.0  # in step()
 
     @property
     def busy(self) -> bool:
@@ -144,24 +143,29 @@ class Engine:
         ids = list(prompt_ids)
         if not ids:
             raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
-        wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.target.vocab_size), None)
+        wrong = next(
+            (i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.target.vocab_size),
+            None,
+        )
         if wrong is not None:
-            raise ParameterError(f"prompt token {wrong!r} is not an id of the vocabulary (0..{self.target.vocab_size - 1})")
+            raise ParameterError(
+                f"prompt token {wrong!r} is not an id of the vocabulary (0..{self.target.vocab_size - 1})"
+            )
         if len(ids) >= self.max_length:
-            raise ParameterError(f"the prompt has {len(ids)} tokens and the limit of prompt and answer is {self.max_length}: shorten it")
+            raise ParameterError(
+                f"the prompt has {len(ids)} tokens and the limit of prompt and answer is {self.max_length}: shorten it"
+            )
         limit = min(params.max_tokens, self.max_length - len(ids))
-        detokenizer = Detokenizer(self.decoder.tokenizer, params.stop or ())  # type: ignore[arg-type]
+        detokenizer = Detokenizer(self.decoder.tokenizer, params.stop or ())
         request = Request(ids, params, limit, detokenizer, self.trace)
         self.waiting.append(request)
         return request
 
     def step(self) -> list[Request]:
-        """Admit what fits, then decode one round; returns the requests that got tokens."""
-        begun = time.perf_counter()
+        """Admit what fits, then decode one round; returns the requests that got tokens (one may stand there twice)."""
         touched = self._admit()
         if self.batch.requests:
             touched += self._round()
-        self.seconds += time.perf_counter() - begun
         return touched
 
     def _round(self) -> list[Request]:
@@ -175,10 +179,11 @@ class Engine:
             count = accepted[row] + 1
             start = len(request.token_ids)
             taken = request.commit([column[row] for column in tokens[:count]], self.decoder.eos_ids)
-            request.stats.count(lengths[row], min(accepted[row], taken), taken)
+            request.stats.count(lengths[row], min(accepted[row], taken), taken, batch.phase_seconds)
             if request.trace is not None:
-                ids = batch.lattice_ids
-                request.trace.append(RoundTrace(start, taken, None if ids is None else ids[row, : lengths[row]].clone()))
+                lattice = batch.lattice_ids
+                candidates = None if lattice is None else lattice[row, : lengths[row]].clone()
+                request.trace.append(RoundTrace(start, taken, min(accepted[row], taken), candidates))
             batch.cache.lengths[row] += count
             anchors.append(tokens[accepted[row]][row])
         batch.anchors = torch.tensor(anchors, device=batch.cache.device)
@@ -260,4 +265,5 @@ class Engine:
 
     def _stack_sampling(self) -> None:
         requests = self.batch.requests
-        self.batch.sampling = SamplingBatch.stack([r.params for r in requests], [r.seed for r in requests], self.target.device)
+        params, seeds = [r.params for r in requests], [r.seed for r in requests]
+        self.batch.sampling = SamplingBatch.stack(params, seeds, self.target.device)

@@ -5,6 +5,8 @@ from typing import Literal
 
 from torch import Tensor
 
+PHASES = ("draft", "correct", "verify")
+
 
 @dataclass
 class Stats:
@@ -20,6 +22,8 @@ class Stats:
     committed_tokens: int = 0  # tokens that rounds added to the output: accepted ones, corrections and bonus tokens
     accepted_at: list[int] = field(default_factory=list)  # [t]: rounds whose draft token t + 1 was accepted
     seconds: float = 0.0  # from admission (prefill included) to the last token
+    # Of the rounds that this request took part in, by phase (draft, correct, verify), shared with the rows beside it.
+    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -36,8 +40,10 @@ class Stats:
         """All new tokens (the prefill's included) over `seconds`."""
         return (self.committed_tokens + 1) / self.seconds if self.seconds else 0.0
 
-    def count(self, drafted: int, accepted: int, committed: int) -> None:
+    def count(self, drafted: int, accepted: int, committed: int, phase_seconds: dict[str, float]) -> None:
         """Add one round."""
+        for phase, seconds in phase_seconds.items():
+            self.phase_seconds[phase] += seconds
         self.rounds += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
@@ -52,7 +58,8 @@ class RoundTrace:
     """One round of one request, kept on demand: what was drafted from, and what came of it."""
 
     start: int  # index in `token_ids` of the first token that the round committed
-    committed: int  # tokens committed, the correction or bonus token last
+    committed: int  # tokens committed: accepted drafts, then the correction or bonus token unless the text ended before
+    accepted: int  # draft tokens accepted
     candidates: Tensor | None  # [n, K] int64, the lattice; None in a round without a draft
 
 

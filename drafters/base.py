@@ -1,6 +1,6 @@
 """What a drafter is: it sees what the target has just computed, and proposes the next tokens of every row.
 
-Shapes: S rows allocated, R rows of a call, Q tokens a row, n slots drafted, K candidates a slot, H hidden, V vocabulary.
+Shapes: S rows allocated, R rows of a call, Q tokens a row, n slots drafted, K candidates a slot, H hidden size.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from verifier.cache import RaggedCache
 class Lattice:
     """The K most probable tokens of each slot of a block, for every row.
 
-    Candidates are ordered by `log_probs`, best first; slot t (index t - 1) predicts the token t places after the anchor.
+    Candidates are ordered by `log_probs`, best first; slot t (index t - 1) predicts the token t after the anchor.
     """
 
     anchors: Tensor  # [R] int64: the last committed token of each row

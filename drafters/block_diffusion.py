@@ -1,7 +1,7 @@
-"""The default drafter: a few of the target's own layers, reading the target's own key/value cache, fill a block at once.
+"""The default drafter: a few of the target's own layers, reading its key/value cache, fill a block at once.
 
-The block is `[anchor, MASK x (n - 1)]`; every slot sees the context and, in both directions, the whole block, and slot t
-predicts the token t places after the anchor. The layers are copies of decoder layers of the target and attend to the
+The block is `[anchor, MASK x (n - 1)]`; every slot sees the context and, in both directions, the whole block, and
+slot t predicts the token t places after the anchor. The layers are copies of decoder layers of the target and attend to the
 keys and values that the target already holds for those layers. So the drafter has no cache, no prefill and nothing to
 roll back.
 
@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters import block_attention
 from drafters.base import Lattice, TrainingBatch
+from drafters.block_attention import BlockContext
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
@@ -48,7 +50,9 @@ class BlockDiffusionConfig:
     def check(self, layers: int) -> None:
         """Raise DrafterError where the shape doesn't fit a target of `layers` decoder layers."""
         if not self.target_layers or not all(0 <= index < layers for index in self.target_layers):
-            raise DrafterError(f"target_layers={list(self.target_layers)} must name layers 0..{layers - 1} of the target")
+            raise DrafterError(
+                f"target_layers={list(self.target_layers)} must name layers 0..{layers - 1} of the target"
+            )
         if list(self.target_layers) != sorted(set(self.target_layers)):
             raise DrafterError(f"target_layers={list(self.target_layers)} must ascend: each layer's cache is read once")
         if not self.taps or not all(-1 <= index < layers for index in self.taps):
@@ -149,6 +153,10 @@ class BlockDiffusionDrafter(nn.Module):
 
     def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
         """Hidden states [R, A, n, H] of every slot of every block of a training batch (before the head)."""
+        return self._run_blocks(batch, slots)[1]
+
+    def _run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
+        """Inputs and hidden states [R, A, n, H] of the blocks of a training batch."""
         rows, anchors = batch.anchors.shape
         index_RAH = (batch.anchors - 1)[..., None].expand(-1, -1, self.hidden_size)
         features = [tap.gather(1, index_RAH).to(self.slots.dtype) for tap in batch.taps]
@@ -156,19 +164,14 @@ class BlockDiffusionDrafter(nn.Module):
         inputs = self.block_inputs(features, embedded, slots).view(rows, anchors * slots, self.hidden_size)
         positions_RAn = batch.anchors[..., None] + torch.arange(slots, device=batch.ids.device)
 
-        context = torch.arange(batch.ids.shape[1], device=batch.ids.device)
-        sees_context = (context < batch.anchors[..., None]).repeat_interleave(slots, dim=1)
-        own_block = torch.eye(anchors, dtype=torch.bool).repeat_interleave(slots, 0).repeat_interleave(slots, 1)
-        allowed = torch.cat([sees_context, own_block.expand(rows, -1, -1)], dim=2)
-        mask = attention.fold_mask(allowed, self.masks.repeats, torch.float32)
+        context = BlockContext.before(batch.anchors, batch.keys, batch.values)
+        self.body.config._attn_implementation = block_attention.NAME
         hidden = self.body(
-            inputs_embeds=inputs,
-            attention_mask=mask,
-            position_ids=positions_RAn.view(rows, -1),
-            cache=_FrozenContext(batch.keys, batch.values),
-            use_cache=True,
+            inputs_embeds=inputs, position_ids=positions_RAn.view(rows, -1), cache=context, use_cache=True, context=context
         ).last_hidden_state
-        return hidden.view(rows, anchors, slots, self.hidden_size)
+        self.body.config._attn_implementation = attention.NAME
+        shape = (rows, anchors, slots, self.hidden_size)
+        return inputs.view(shape), hidden.view(shape)
 
     def start(self, rows: int, max_length: int) -> LastFeatures:
         target = self._target[0]
@@ -193,22 +196,19 @@ class BlockDiffusionDrafter(nn.Module):
         hidden_RnH = self.body(
             inputs_embeds=inputs_RnH, attention_mask=mask, position_ids=positions_Rn, cache=cache, use_cache=True
         ).last_hidden_state
+        return self._lattice(anchors_R, inputs_RnH[:, 0], hidden_RnH)
+
+    def lattice_of_blocks(self, batch: TrainingBatch) -> Lattice:
+        """The lattices of full blocks of a training batch, its rows R times anchors A as rows."""
+        inputs_RAnH, hidden_RAnH = self._run_blocks(batch, self.block_size)
+        anchors = batch.ids.gather(1, batch.anchors).flatten()
+        return self._lattice(anchors, inputs_RAnH[:, :, 0].flatten(0, 1), hidden_RAnH.flatten(0, 1))
+
+    def _lattice(self, anchors_R: Tensor, anchor_hidden_RH: Tensor, hidden_RnH: Tensor) -> Lattice:
         logits = self.logits(hidden_RnH).float()
         top = logits.topk(min(self.config.candidates, logits.shape[-1]))
         log_probs = top.values - logits.logsumexp(-1, keepdim=True)
-        return Lattice(anchors_R, inputs_RnH[:, 0], self.draft_ids[top.indices], log_probs, hidden_RnH)
-
-
-@dataclass
-class _FrozenContext:
-    """A cache for training: the target's keys and values of each layer, followed by those of all blocks."""
-
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        context_keys, context_values = self.keys[layer_idx].to(keys.dtype), self.values[layer_idx].to(values.dtype)
-        return torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
+        return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
 
 
 def _unit(features: Tensor) -> Tensor:

@@ -34,7 +34,9 @@ def target_identity(target: Target, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def save_block_diffusion(folder: Path, drafter: BlockDiffusionDrafter, identity: dict[str, Any], training: dict[str, Any]) -> None:
+def save_block_diffusion(
+    folder: Path, drafter: BlockDiffusionDrafter, identity: dict[str, Any], training: dict[str, Any]
+) -> None:
     """Write a checkpoint in bfloat16; `training` (recipe and figures) is carried along as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -46,8 +48,11 @@ def save_block_diffusion(folder: Path, drafter: BlockDiffusionDrafter, identity:
         "target": identity,
         "training": training,
     }
-    state = {name: tensor.detach() for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
-    state = {name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor.int() for name, tensor in state.items()}
+    state = {name: tensor.cpu() for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
+    state = {
+        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor.int()
+        for name, tensor in state.items()
+    }
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(folder / "model.safetensors"))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
@@ -78,7 +83,10 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any) -> nn.Module:
     shape = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names}
     state = read_tensors(folder / "model.safetensors")
     draft_ids = state.get("draft_ids", torch.arange(target.vocab_size)).long()
-    if len(draft_ids) != config["draft_vocab_size"] or not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < target.vocab_size:
+    if (
+        len(draft_ids) != config["draft_vocab_size"]
+        or not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < target.vocab_size
+    ):
         raise DrafterError(
             f"{folder}: draft_ids must be {config['draft_vocab_size']} token ids below the vocabulary's {target.vocab_size}; "
             f"found {len(draft_ids)} from {int(draft_ids.min())} to {int(draft_ids.max())}"
@@ -132,6 +140,10 @@ def check_identity(config: dict[str, Any], target: Target, tokenizer: Any, folde
     recorded, actual = config.get("target"), target_identity(target, tokenizer)
     if not isinstance(recorded, dict):
         raise DrafterError(f"{folder / 'config.json'} doesn't say which target it was trained for (key 'target')")
-    wrong = [f"{key} {recorded.get(key)!r} instead of {value!r}" for key, value in actual.items() if recorded.get(key) != value]
+    wrong = [
+        f"{key} {recorded.get(key)!r} instead of {value!r}"
+        for key, value in actual.items()
+        if recorded.get(key) != value
+    ]
     if wrong:
-        raise DrafterError(f"the drafter in {folder} was trained for another target: {', '.join(wrong)}; choose its own target")
+        raise DrafterError(f"the drafter in {folder} was trained for another target: {', '.join(wrong)}; take its own")

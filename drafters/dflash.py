@@ -2,16 +2,15 @@
 
 Features of a context token: the outputs of a few target layers, concatenated, through `fc` and `hidden_norm`. Every
 draft layer is an ordinary Qwen3 layer. Its keys and values exist for the context, computed from those features without
-`input_layernorm`, and for the block `[anchor, MASK, MASK, ...]`, which sees the context and, in both directions, itself.
-The context's keys and values stay in a ragged cache of the drafter's own: a round adds the tokens just committed and
-nothing of the block. Embedding and head are the target's. As in the published code, the embedding is the plain table: a
-target that scales its embeddings (Gemma) scales only its own.
+`input_layernorm`, and for the block `[anchor, MASK, MASK, ...]`, which sees the context and, both ways, itself. The
+context's keys and values stay in a ragged cache of the drafter's own: a round adds the tokens just committed, nothing
+of the block. Embedding and head are the target's. As in the published code, the embedding is the plain table: a target
+that scales its embeddings (Gemma) scales only its own.
 
-Label conventions (`predicts`): "same" is the published one: input i predicts the token at its own position anchor + i,
-so input 0 predicts nothing and B inputs draft B - 1 tokens. "next" is ours: input i predicts the token at anchor + i + 1.
+Label conventions (`predicts`): "same" is the published one: input i predicts the token at its own position, anchor + i,
+so input 0 predicts nothing and B inputs draft B - 1 tokens. "next" is ours: input i predicts the token anchor + i + 1.
 
-Shapes: R rows, Q tokens a row, n slots, m inputs of a block, A anchors, P positions, K candidates, H hidden size, T taps,
-W draft vocabulary.
+Shapes: R rows, Q tokens a row, n slots, m block inputs, A anchors, K candidates, H hidden size, W draft vocabulary.
 """
 
 import json
@@ -112,26 +111,23 @@ class DFlashConfig:
         backbone_keys = set(Qwen3Config().to_dict()) | OLDER
         _refuse_unknown(raw, backbone_keys | OURS, "config.json")
         _refuse_unknown(inner, INNER, "dflash_config")
-        missing = sorted(REQUIRED - raw.keys()) + sorted({"target_layer_ids"} - inner.keys())
+        both = {**raw, **inner}
+        missing = sorted((REQUIRED | {"target_layer_ids", "block_size"}) - both.keys())
         if "rope_theta" not in raw and "rope_parameters" not in raw:
             missing.append("rope_theta")
         if missing:
             raise DrafterError(f"config.json of the drafter lacks {', '.join(missing)}; add what it was trained with")
-        for key in OURS & INNER:
-            if key in raw and key in inner and raw[key] != inner[key]:
-                raise DrafterError(f"config.json sets {key}={raw[key]}, but dflash_config {key}={inner[key]}")
+        for key in OURS & INNER & raw.keys():
+            if raw[key] != both[key]:
+                raise DrafterError(f"config.json sets {key}={raw[key]}, but dflash_config {key}={both[key]}")
         try:
-            backbone = Qwen3Config.from_dict({key: raw[key] for key in backbone_keys & raw.keys()})
-            block_size = inner.get("block_size", raw.get("block_size"))
-            num_target_layers = inner.get("num_target_layers", raw.get("num_target_layers"))
-            mask_token_id = inner.get("mask_token_id")
             return cls(
-                backbone,
+                Qwen3Config.from_dict({key: raw[key] for key in backbone_keys & raw.keys()}),
                 tuple(int(index) for index in inner["target_layer_ids"]),
-                int(block_size),
+                int(both["block_size"]),
                 inner.get("predicts", "same"),
-                None if mask_token_id is None else int(mask_token_id),
-                None if num_target_layers is None else int(num_target_layers),
+                None if inner.get("mask_token_id") is None else int(inner["mask_token_id"]),
+                both.get("num_target_layers"),
                 int(inner.get("candidates", 16)),
             )
         except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -179,9 +175,7 @@ class DFlashConfig:
             if not 0 <= self.mask_token_id < rows:
                 raise DrafterError(f"mask_token_id={self.mask_token_id} must be 0..{rows - 1}, a row of the embedding")
             if self.mask_token_id in (ends if isinstance(ends, list) else [ends]):
-                raise DrafterError(
-                    f"mask_token_id={self.mask_token_id} ends texts of the target; no text may hold the mask"
-                )
+                raise DrafterError(f"mask_token_id={self.mask_token_id} ends texts of the target; it can't be the mask")
 
 
 @dataclass
@@ -257,7 +251,7 @@ class DFlashDrafter(nn.Module):
         if not target_layers:
             return
         self.fc.weight.copy_(torch.eye(self.hidden_size).repeat(1, len(self.taps)) / len(self.taps))
-        self.norm.load_state_dict(target.body.norm.state_dict())
+        self.norm.load_state_dict(target.body.get_submodule("norm").state_dict())
         for layer, index in zip(self.layers, target_layers, strict=True):
             ours, theirs = layer.state_dict(), target.layers[index].state_dict()
             fits = {name: theirs[name] for name in ours if name in theirs and theirs[name].shape == ours[name].shape}
@@ -297,7 +291,7 @@ class DFlashDrafter(nn.Module):
         fused_RQH = self.hidden_norm(self.fc(torch.cat(list(taps), dim=-1).to(self.norm.weight.dtype)))
         cos, sin = self.rotary_emb(fused_RQH, positions_RQ)
         for index, layer in enumerate(self.layers):
-            attn = layer.self_attn
+            attn: Any = layer.self_attn
             shape = (*positions_RQ.shape, -1, attn.head_dim)
             keys = attn.k_norm(attn.k_proj(fused_RQH).view(shape)).transpose(1, 2)
             values = attn.v_proj(fused_RQH).view(shape).transpose(1, 2)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-CONF = str(Path(__file__).resolve().parent.parent / "conf")
+# A folder of its own: beside conf/target, Hydra would take `target=` for the choice of a config group.
+CONF = str(Path(__file__).resolve().parent.parent / "conf" / "experiments")
 
 
 def describe() -> dict[str, Any]:

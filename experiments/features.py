@@ -4,7 +4,7 @@ Running the target costs more than training on what it leaves, so its bf16 featu
 file a tensor, sequence after sequence, and every epoch reads them from there. Writing can be interrupted and goes on
 where it stopped.
 
-Shapes: N tokens of all sequences, H hidden size, G key/value heads, D head size, R sequences, P positions of the longest.
+Shapes: N tokens of all sequences, H hidden size, G key/value heads, D head size, R sequences, P positions.
 """
 
 import json
@@ -36,7 +36,7 @@ class Sequence_:
 
 
 def read_answers(file: Path, limit: int | None = None, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Answers from JSON lines of {"prompt_ids", "response_ids"}, shuffled; those too short to hold a block are skipped."""
+    """Answers from JSON lines of {"prompt_ids", "response_ids"}, shuffled; those too short for a block are skipped."""
     answers = [json.loads(line) for line in file.open()]
     answers = [answer for answer in answers if len(answer["response_ids"]) >= 4 and answer["prompt_ids"]]
     order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -61,8 +61,12 @@ class FeatureStore:
         shapes, total = meta["shapes"], sum(sequence.length for sequence in self.sequences)
         self.ids = _open(folder / "ids.bin", (total,), torch.int32)
         self.taps = [_open(folder / f"tap{tap}.bin", (total, *shapes["tap"]), torch.bfloat16) for tap in taps]
-        self.keys = {layer: _open(folder / f"keys{layer}.bin", (total, *shapes["kv"]), torch.bfloat16) for layer in layers}
-        self.values = {layer: _open(folder / f"values{layer}.bin", (total, *shapes["kv"]), torch.bfloat16) for layer in layers}
+        self.keys = {
+            layer: _open(folder / f"keys{layer}.bin", (total, *shapes["kv"]), torch.bfloat16) for layer in layers
+        }
+        self.values = {
+            layer: _open(folder / f"values{layer}.bin", (total, *shapes["kv"]), torch.bfloat16) for layer in layers
+        }
 
     def batch(self, chosen: Sequence[int], anchors_RA: Tensor) -> TrainingBatch:
         """The features of the chosen sequences, padded to the longest, with the given anchors."""
@@ -123,7 +127,10 @@ def build(
                 cache = RaggedCache(len(rows), ids_RP.shape[1], target.device)
                 out = target.forward(ids_RP.to(target.device), cache, taps)
                 for row, index in enumerate(rows):
-                    length, span = sequences[index].length, slice(sequences[index].start, sequences[index].start + sequences[index].length)
+                    length, span = (
+                        sequences[index].length,
+                        slice(sequences[index].start, sequences[index].start + sequences[index].length),
+                    )
                     ids[span] = tokens[row].int()
                     for store, tap in zip(tap_files, out.taps, strict=True):
                         store[span] = tap[row, :length]

@@ -5,8 +5,8 @@
 
 Every step draws sequences, a block length n and anchors from (seed, step) alone, so a resumed run sees what an unbroken
 one would have seen. Blocks of random length teach the drafter to draft short blocks too, and spend more of the work on
-the first slots, without which the later ones are never reached. The loss is the cross-entropy over the draft vocabulary,
-weighted exp(-(t - 1) / gamma) for slot t. The learning rate is constant, then falls linearly to zero over the last
+the first slots, without which the later ones are never reached. The loss is the cross-entropy over the draft
+vocabulary, weighted exp(-(t - 1) / gamma) for slot t. The learning rate is constant, then falls linearly to zero over the last
 `decay` of the steps, so that a run can be prolonged from the checkpoint at which the fall began.
 
 Shapes: R sequences, A anchors a sequence, n slots, W draft vocabulary, H hidden size.
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcoco.targets import load_target
+from drafters.base import TrainingBatch
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.checkpoint import save_block_diffusion, target_identity
 from experiments.environment import CONF, describe
@@ -113,7 +114,7 @@ class Trainer:
         lengths = config.block_lengths
         slots = lengths[int(torch.randint(len(lengths), (1,), generator=random))]
         chosen = self._sequences_of_step()
-        batch, labels_RAn = self.blocks(chosen, config.slots_per_step // (len(chosen) * slots), slots, random)
+        batch, labels_RAn = blocks(self.store, chosen, config.slots_per_step // (len(chosen) * slots), slots, random)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
         loss, first = self.loss(batch, labels_RAn, slots)
@@ -125,7 +126,7 @@ class Trainer:
         self.seconds += time.perf_counter() - begun
         return first
 
-    def loss(self, batch: Any, labels_RAn: Tensor, slots: int) -> tuple[Tensor, float]:
+    def loss(self, batch: TrainingBatch, labels_RAn: Tensor, slots: int) -> tuple[Tensor, float]:
         """Weighted cross-entropy, and that of slot 1 alone."""
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
@@ -135,24 +136,14 @@ class Trainer:
         weights = torch.exp(-torch.arange(slots) / self.config.gamma) * (columns.view(-1, slots) >= 0)
         return (losses * weights).sum() / weights.sum().clamp(min=1e-6), losses[:, 0].mean().item()
 
-    def blocks(self, chosen: list[int], anchors: int, slots: int, random: torch.Generator) -> tuple[Any, Tensor]:
-        """Random blocks in the answers of some sequences, and their labels [R, A, n] (-1 behind the end)."""
-        sequences = [self.store.sequences[index] for index in chosen]
-        anchors_RA = torch.stack([random_anchors(sequence, anchors, random) for sequence in sequences])
-        batch = self.store.batch(chosen, anchors_RA)
-        ahead_RAn = anchors_RA[..., None] + torch.arange(1, slots + 1)
-        ends = torch.tensor([sequence.length for sequence in sequences])
-        tokens = batch.ids.gather(1, ahead_RAn.clamp(max=batch.ids.shape[1] - 1).flatten(1)).view(ahead_RAn.shape)
-        return batch, torch.where(ahead_RAn < ends[:, None, None], tokens, -1)
-
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Acceptance on held-out answers, full blocks only: lengths of the top-1 and of the best path, and slot accuracy."""
+        """Acceptance on held-out answers, full blocks only: lengths of the top-1 and of the best path, accuracies."""
         slots = self.drafter.block_size
         random = torch.Generator().manual_seed(1)
         top1, oracle = [], []
         for start in range(0, len(self.held_out), 8):
-            batch, labels_RAn = self.blocks(list(self.held_out[start : start + 8]), 32, slots, random)
+            batch, labels_RAn = blocks(self.store, list(self.held_out[start : start + 8]), 32, slots, random)
             with torch.autocast("cpu", torch.bfloat16):
                 logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
             candidates = self.drafter.draft_ids[logits.topk(self.drafter.config.candidates).indices]
@@ -171,7 +162,12 @@ class Trainer:
     def save(self, file: Path) -> None:
         """Write everything that an exact resume needs."""
         weights = {name: p for name, p in self.drafter.state_dict().items() if not name.startswith("head.")}
-        state = {"weights": weights, "optimizer": self.optimizer.state_dict(), "step": self.step, "seconds": self.seconds}
+        state = {
+            "weights": weights,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "seconds": self.seconds,
+        }
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
 
@@ -198,6 +194,19 @@ class Trainer:
             shuffle = torch.randperm(len(batches), generator=random).tolist()
             self._epoch = (epoch, [batches[index] for index in shuffle])
         return self._epoch[1][position % len(self._epoch[1])]
+
+
+def blocks(
+    store: FeatureStore, chosen: list[int], anchors: int, slots: int, random: torch.Generator
+) -> tuple[TrainingBatch, Tensor]:
+    """Random blocks in the answers of some sequences, and their labels [R, A, n] (-1 behind the end)."""
+    sequences = [store.sequences[index] for index in chosen]
+    anchors_RA = torch.stack([random_anchors(sequence, anchors, random) for sequence in sequences])
+    batch = store.batch(chosen, anchors_RA)
+    ahead_RAn = anchors_RA[..., None] + torch.arange(1, slots + 1)
+    ends = torch.tensor([sequence.length for sequence in sequences])
+    tokens = batch.ids.gather(1, ahead_RAn.clamp(max=batch.ids.shape[1] - 1).flatten(1)).view(ahead_RAn.shape)
+    return batch, torch.where(ahead_RAn < ends[:, None, None], tokens, -1)
 
 
 def random_anchors(sequence: Sequence_, count: int, random: torch.Generator) -> Tensor:

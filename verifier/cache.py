@@ -27,7 +27,9 @@ class RaggedCache:
 
     def __init__(self, rows: int, max_length: int, device: torch.device | str = "cpu"):
         if rows < 1 or max_length < 2:
-            raise ParameterError(f"a cache needs rows >= 1 and max_length >= 2, got rows={rows}, max_length={max_length}")
+            raise ParameterError(
+                f"a cache needs rows >= 1 and max_length >= 2, got rows={rows}, max_length={max_length}"
+            )
         self.rows = rows
         self.max_length = max_length
         self.device = torch.device(device)

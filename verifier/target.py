@@ -23,7 +23,7 @@ PREFILL_CHUNK = 512  # tokens a row in one prefill pass: bounds the memory of ma
 
 @dataclass
 class Pass:
-    """What one forward pass of the target left: hidden [R, Q, H] (after the final norm) and the taps, [R, Q, H] each."""
+    """What one forward pass left: hidden [R, Q, H] (after the final norm) and the taps, [R, Q, H] each."""
 
     hidden: Tensor
     taps: list[Tensor]
@@ -94,7 +94,7 @@ class Target:
             return self.head.unpack()[ids]
         return self.head.weight[ids]
 
-    def _remember(self, index: int):  # noqa: ANN202 - a forward hook
+    def _remember(self, index: int):
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             self.tapped[index] = output if isinstance(output, Tensor) else output[0]
 
@@ -111,7 +111,7 @@ class Target:
         gap = (ours - theirs.float()).abs().max().item()
         if not gap <= 0.05 * theirs.float().abs().max().item() + 1e-3:
             raise TargetError(
-                f"{type(self.model).__name__}: logits through the ragged cache differ from the model's own by {gap:.3g}; "
+                f"{type(self.model).__name__}: logits through the ragged cache differ from its own by {gap:.3g}; "
                 "its attention or its head does something that this wrapper does not know, so it can't be a target"
             )
 

@@ -1,0 +1,72 @@
+"""Attention for training on many blocks that share a context: each sees what stands before its anchor, and itself.
+
+Context and block keys are scored apart and share one softmax, so no work goes into the blocks that a query may not see.
+
+Shapes: R sequences, A blocks a sequence, n slots a block, N query heads, G key/value heads, P context positions, D head
+size, g = N / G.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "dcoco_blocks"
+
+
+@dataclass
+class BlockContext:
+    """The target's keys and values by layer ([R, G, P, D]), and which context positions each block sees.
+
+    Stands in for the cache: what the layers write is used for their own blocks only.
+    """
+
+    keys: dict[int, Tensor]
+    values: dict[int, Tensor]
+    bias: Tensor  # [R, 1, 1, A, 1, P]: 0 where visible, else very negative
+
+    @classmethod
+    def before(cls, anchors: Tensor, keys: dict[int, Tensor], values: dict[int, Tensor]) -> "BlockContext":
+        """Blocks that see all positions before their anchors (int64 [R, A])."""
+        positions = torch.arange(next(iter(keys.values())).shape[2], device=anchors.device)
+        hidden = positions >= anchors[..., None]
+        bias = torch.zeros(hidden.shape, device=anchors.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
+        return cls(keys, values, bias[:, None, None, :, None, :])
+
+    def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """As `transformers.Cache.update`: nothing is kept."""
+        return keys, values
+
+
+def block_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    context: BlockContext,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Attend with query [R, N, A * n, D] to the context and to the own block in key and value [R, G, A * n, D]."""
+    rows, heads, queries, size = query.shape
+    groups, blocks = key.shape[1], context.bias.shape[3]
+    context_keys = context.keys[module.layer_idx].to(key.dtype)  # type: ignore[index]
+    context_values = context.values[module.layer_idx].to(value.dtype)  # type: ignore[index]
+    positions = context_keys.shape[2]
+    shape = (rows, groups, heads // groups, blocks, queries // blocks)
+    folded = (rows, groups, heads // groups * queries)
+
+    outer = (query.reshape(*folded, size) @ context_keys.transpose(2, 3)).view(*shape, positions)
+    own_query = query.view(*shape, size)
+    own_key, own_value = (x.view(rows, groups, 1, blocks, queries // blocks, size) for x in (key, value))
+    inner = own_query @ own_key.transpose(-1, -2)
+    scores = torch.cat([outer.float() * scaling + context.bias, inner.float() * scaling], dim=-1)
+    weights = scores.softmax(-1).to(query.dtype)
+    out = (weights[..., :positions].reshape(*folded, positions) @ context_values).view(*shape, size)
+    out = out + weights[..., positions:] @ own_value
+    return out.reshape(rows, heads, queries, size).transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, block_attention)
