@@ -82,7 +82,8 @@ class DCOCODecoder:
         """
         model, tokenizer, source = load_target(target, dtype=dtype, device=device)
         wrapped = Target(model)
-        loaded, corrector = None, None
+        loaded: Drafter | None = None
+        corrector = None
         if name := drafter or source.drafter:
             folder = drafter_folder(resolve_drafter(name))
             loaded = load_drafter(folder, wrapped, tokenizer)
@@ -113,7 +114,7 @@ class DCOCODecoder:
         return verdict
 
     def _propose(self, batch: Batch, slots: int) -> Any:
-        if slots == 0 or self.drafter is None:
+        if slots == 0 or self.drafter is None or batch.draft_state is None:
             return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
         return self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots)
 
@@ -130,7 +131,7 @@ class DCOCODecoder:
     def _verify(self, batch: Batch, logits: Tensor, draft: Draft, lengths: list[int], positions: Tensor) -> Verdict:
         drafted = torch.tensor(lengths, device=logits.device)
         if batch.sampling.all_greedy:
-            return verify_match(logits.argmax(-1), draft.tokens, drafted)
+            return verify_match(logits.float().argmax(-1), draft.tokens, drafted)
         p = probabilities(logits, batch.sampling)
         if self.rule == "match":
             return verify_match(draw(p, batch.sampling, positions), draft.tokens, drafted)
@@ -160,8 +161,10 @@ class DCOCODecoder:
             ParameterError: an empty or too long prompt, ids outside the vocabulary, a wrong argument.
         """
         prompt_ids = [self.encode(prompt) for prompt in _as_list(prompts)]
-        shared = params is None or isinstance(params, SamplingParams)
-        each = [params or SamplingParams()] * len(prompt_ids) if shared else list(params)  # type: ignore[arg-type]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(prompt_ids)
+        else:
+            each = list(params)
         if len(each) != len(prompt_ids):
             raise ParameterError(f"params: {len(each)} given for {len(prompt_ids)} prompts; give one, or one a prompt")
         engine = self._engine(prompt_ids, each, method, trace)
@@ -201,7 +204,7 @@ class DCOCODecoder:
             raise ParameterError(f"method={method!r}: must be one of {', '.join(METHODS)}")
         if method != "plain" and self.drafter is None:
             raise DrafterError(
-                f"method={method!r} needs a drafter and this target has none: pass drafter=..., or method='plain'"
+                f"method={method!r} needs a drafter and this target has none: pass drafter= or method='plain'"
             )
         longest = max((len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True)), default=1)
         return Engine(self, method, min(len(prompts), self.max_rows) or 1, longest, trace)

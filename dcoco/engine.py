@@ -143,17 +143,13 @@ class Engine:
         ids = list(prompt_ids)
         if not ids:
             raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
-        wrong = next(
-            (i for i in ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < self.target.vocab_size),
-            None,
-        )
-        if wrong is not None:
-            raise ParameterError(
-                f"prompt token {wrong!r} is not an id of the vocabulary (0..{self.target.vocab_size - 1})"
-            )
+        vocabulary = self.target.vocab_size
+        wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
+        if wrong:
+            raise ParameterError(f"prompt token {wrong[0]!r} is not an id of the vocabulary (0..{vocabulary - 1})")
         if len(ids) >= self.max_length:
             raise ParameterError(
-                f"the prompt has {len(ids)} tokens and the limit of prompt and answer is {self.max_length}: shorten it"
+                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.max_length} together: shorten it"
             )
         limit = min(params.max_tokens, self.max_length - len(ids))
         detokenizer = Detokenizer(self.decoder.tokenizer, params.stop or ())
@@ -161,6 +157,7 @@ class Engine:
         self.waiting.append(request)
         return request
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Admit what fits, then decode one round; returns the requests that got tokens (one may stand there twice)."""
         touched = self._admit()
@@ -209,10 +206,9 @@ class Engine:
         batch.cache.lengths[first : first + len(fresh)] = [0] * len(fresh)
         hidden_RH = self._prefill(fresh, first)
         sampling = SamplingBatch.stack([r.params for r in fresh], [r.seed for r in fresh], self.target.device)
-        with torch.inference_mode():
-            logits = self.target.logits(hidden_RH[:, None])
-            positions = torch.tensor([[len(request.prompt_ids)] for request in fresh], device=self.target.device)
-            first_tokens = draw(probabilities(logits, sampling), sampling, positions)[:, 0]
+        logits = self.target.logits(hidden_RH[:, None])
+        positions = torch.tensor([[len(request.prompt_ids)] for request in fresh], device=self.target.device)
+        first_tokens = draw(probabilities(logits, sampling), sampling, positions)[:, 0]
         batch.anchors = torch.cat([batch.anchors, first_tokens])
         for request, token in zip(fresh, first_tokens.tolist(), strict=True):
             request.commit([token], self.decoder.eos_ids)
@@ -220,7 +216,6 @@ class Engine:
         self._drop_finished()
         return fresh
 
-    @torch.inference_mode()
     def _prefill(self, fresh: list[Request], first: int) -> Tensor:
         """Run prompts in chunks behind rows `first ..`; returns the hidden state [R, H] of each one's last token."""
         cache, device = self.batch.cache, self.target.device

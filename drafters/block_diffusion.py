@@ -1,9 +1,9 @@
 """The default drafter: a few of the target's own layers, reading its key/value cache, fill a block at once.
 
 The block is `[anchor, MASK x (n - 1)]`; every slot sees the context and, in both directions, the whole block, and
-slot t predicts the token t places after the anchor. The layers are copies of decoder layers of the target and attend to the
-keys and values that the target already holds for those layers. So the drafter has no cache, no prefill and nothing to
-roll back.
+slot t predicts the token t places after the anchor. The layers are copies of decoder layers of the target and attend to
+the keys and values that the target already holds for those layers. So the drafter has no cache, no prefill and nothing
+to roll back.
 
 Block input of slot t: a learned vector, plus projections of the target's features at the token before the anchor, plus
 (slot 1 only) a projection of the anchor's embedding. Embedding and head are the target's; the head may be trimmed to a
@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -90,12 +91,15 @@ class BlockDiffusionDrafter(nn.Module):
         self.hidden_size = target.hidden_size
         self.vocab_size = target.vocab_size
         self.body = _shallow_body(target, config.target_layers)
-        self.masks = MaskMaker(self.body.config, target.dtype)
+        self.body_config: Any = self.body.config
+        self.masks = MaskMaker(self.body_config, target.dtype)
         hidden = target.hidden_size
         self.slots = nn.Parameter(torch.zeros(config.block_size, hidden))
         self.feature_projections = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in config.taps)
         self.anchor_projection = nn.Linear(hidden, hidden, bias=False)
         self.register_buffer("scale", torch.ones(()))
+        self.scale: Tensor
+        self.draft_ids: Tensor
         if draft_ids is None:
             draft_ids = torch.arange(target.vocab_size)
         self.register_buffer("draft_ids", draft_ids)
@@ -115,8 +119,8 @@ class BlockDiffusionDrafter(nn.Module):
         for name, child in self.body.named_children():
             if child is not copies and next(child.parameters(), None) is not None:  # the final norm
                 child.load_state_dict(getattr(target.body, name).state_dict())
-        for index, projection in enumerate(self.feature_projections):
-            nn.init.eye_(projection.weight) if index == 0 else nn.init.zeros_(projection.weight)
+        for index, weight in enumerate(self.feature_projections.parameters()):
+            nn.init.eye_(weight) if index == 0 else nn.init.zeros_(weight)
         nn.init.zeros_(self.anchor_projection.weight)
         self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
 
@@ -165,11 +169,15 @@ class BlockDiffusionDrafter(nn.Module):
         positions_RAn = batch.anchors[..., None] + torch.arange(slots, device=batch.ids.device)
 
         context = BlockContext.before(batch.anchors, batch.keys, batch.values)
-        self.body.config._attn_implementation = block_attention.NAME
+        self.body_config._attn_implementation = block_attention.NAME
         hidden = self.body(
-            inputs_embeds=inputs, position_ids=positions_RAn.view(rows, -1), cache=context, use_cache=True, context=context
+            inputs_embeds=inputs,
+            position_ids=positions_RAn.view(rows, -1),
+            cache=context,
+            use_cache=True,
+            context=context,
         ).last_hidden_state
-        self.body.config._attn_implementation = attention.NAME
+        self.body_config._attn_implementation = attention.NAME
         shape = (rows, anchors, slots, self.hidden_size)
         return inputs.view(shape), hidden.view(shape)
 
@@ -228,7 +236,7 @@ def _shallow_body(target: Target, layer_ids: Sequence[int]) -> nn.Module:
     config._attn_implementation = attention.NAME
     with torch.device("meta"):
         body = type(target.body)(config)
-    body.set_input_embeddings(nn.Identity())
+    body.set_input_embeddings(nn.Identity())  # type: ignore[operator]
     for name, child in body.named_children():
         if next(child.parameters(), None) is None and not isinstance(child, nn.Identity):
             setattr(body, name, deepcopy(getattr(target.body, name)))  # rotary tables: computed, not loaded
@@ -237,5 +245,5 @@ def _shallow_body(target: Target, layer_ids: Sequence[int]) -> nn.Module:
     for layer, index in zip(decoder_layers(body, config), layer_ids, strict=True):
         for module in layer.modules():
             if hasattr(module, "layer_idx"):
-                module.layer_idx = index
+                module.layer_idx = index  # type: ignore[assignment]
     return body

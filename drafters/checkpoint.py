@@ -57,7 +57,7 @@ def save_block_diffusion(
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def load_drafter(folder: Path, target: Target, tokenizer: Any) -> nn.Module:
+def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
     """The drafter in `folder`, ready to draft for `target`.
 
     Raises:
@@ -80,16 +80,16 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any) -> nn.Module:
             f"{folder / 'config.json'}: format={config['format']!r}, predicts={config['predicts']!r}; "
             f"this version reads format={FORMAT} with predicts='next'"
         )
-    shape = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names}
+    shape: dict[str, Any] = {
+        name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names
+    }
     state = read_tensors(folder / "model.safetensors")
     draft_ids = state.get("draft_ids", torch.arange(target.vocab_size)).long()
-    if (
-        len(draft_ids) != config["draft_vocab_size"]
-        or not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < target.vocab_size
-    ):
+    low, high = int(draft_ids.min()), int(draft_ids.max())
+    if len(draft_ids) != config["draft_vocab_size"] or low < 0 or high >= target.vocab_size:
         raise DrafterError(
-            f"{folder}: draft_ids must be {config['draft_vocab_size']} token ids below the vocabulary's {target.vocab_size}; "
-            f"found {len(draft_ids)} from {int(draft_ids.min())} to {int(draft_ids.max())}"
+            f"{folder}: expected {config['draft_vocab_size']} draft_ids below the vocabulary size {target.vocab_size}; "
+            f"found {len(draft_ids)} from {low} to {high}"
         )
     drafter = BlockDiffusionDrafter(target, BlockDiffusionConfig(**shape), draft_ids)
     load_strictly(drafter, state, folder)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config
@@ -35,6 +35,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from drafters.base import Lattice, TrainingBatch
+from drafters.checkpoint import load_strictly, read_config, read_tensors
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
@@ -201,7 +202,7 @@ class DFlashDrafter(nn.Module):
         draft_ids: int64 [W], ascending: the tokens that may be drafted; None for the whole vocabulary.
 
     Raises:
-        DrafterError: the drafter doesn't fit the target.
+        DrafterError: the drafter or a draft id doesn't fit the target.
     """
 
     draft_ids: Tensor
@@ -213,9 +214,11 @@ class DFlashDrafter(nn.Module):
         self.block_size = config.slots
         self.taps = config.taps
         self.hidden_size = target.hidden_size
+        self.vocab_size = target.vocab_size
         backbone = deepcopy(config.backbone)
         backbone._attn_implementation = attention.NAME
-        self.max_positions: int = backbone.max_position_embeddings
+        # A block that drafts n tokens has n inputs, or n + 1: then it must stop one token earlier.
+        self.max_positions: int = backbone.max_position_embeddings - (config.predicts == "same")
         self.masks = MaskMaker(backbone, target.dtype)
         hidden, eps = backbone.hidden_size, backbone.rms_norm_eps
         with torch.device("meta"):
@@ -226,7 +229,9 @@ class DFlashDrafter(nn.Module):
             self.mask_embedding = nn.Parameter(torch.empty(hidden)) if config.mask_token_id is None else None
         self.to_empty(device=target.device)
         self.rotary_emb = Qwen3RotaryEmbedding(backbone).to(target.device)
-        ids = torch.arange(target.vocab_size) if draft_ids is None else draft_ids
+        ids = torch.arange(target.vocab_size) if draft_ids is None else draft_ids.long()
+        if len(ids) == 0 or ids[0] < 0 or ids[-1] >= target.vocab_size or bool((ids.diff() <= 0).any()):
+            raise DrafterError(f"draft_ids must be ascending token ids below the vocabulary's {target.vocab_size}")
         self.register_buffer("draft_ids", ids.to(target.device))
         self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
         self.head: nn.Module | None = None
@@ -260,18 +265,27 @@ class DFlashDrafter(nn.Module):
                 raise DrafterError(f"layer {index} of the target lacks {', '.join(left)}; load it with pack=False")
             layer.load_state_dict(fits, strict=False)
 
+    def prepare_training(self) -> "DFlashDrafter":
+        """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
+        self._set_head(torch.bfloat16)
+        return self.train()
+
     def prepare(self) -> "DFlashDrafter":
         """Make ready for drafting: the target's dtype, packed weights, the head trimmed to the draft vocabulary."""
         target = self._target[0]
         self.eval().requires_grad_(False).to(device=target.device, dtype=target.dtype)
         self.rotary_emb = Qwen3RotaryEmbedding(self.config.backbone).to(target.device)  # its table stays in float32
         if len(self.draft_ids) == target.vocab_size:
-            self.head = target.head
+            self.head = target.head  # a published drafter's target is large: no copy
         else:
-            self.head = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
-            self.head.weight = nn.Parameter(target.head_weight(self.draft_ids), requires_grad=False)
+            self._set_head(target.dtype)
         pack_linears(self)
         return self
+
+    def _set_head(self, dtype: torch.dtype) -> None:
+        self.head = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
+        weight = self._target[0].head_weight(self.draft_ids).to(dtype)
+        self.head.weight = nn.Parameter(weight, requires_grad=False)
 
     def block_inputs(self, anchors: Tensor, slots: int) -> Tensor:
         """Embeddings [..., m, H] of `[anchor, MASK, ...]`; m is n where `predicts` is "next", else n + 1."""
@@ -308,6 +322,10 @@ class DFlashDrafter(nn.Module):
 
     def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
         """Hidden states [R, A, n, H] of every slot of every block of a training batch (before the head)."""
+        return self._run_blocks(batch, slots)[1]
+
+    def _run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
+        """Inputs [R, A, m, H] and hidden states [R, A, n, H] of the blocks of a training batch."""
         rows, positions = batch.ids.shape
         anchors, device = batch.anchors.shape[1], batch.ids.device
         cache = _TrainingContext()
@@ -322,7 +340,7 @@ class DFlashDrafter(nn.Module):
         own_block = (block_of[:, None] == block_of).expand(rows, -1, -1)
         mask = attention.fold_mask(torch.cat([sees_context, own_block], dim=2), self.masks.repeats, inputs.dtype)
         hidden = self.block(inputs.flatten(1, 2), positions_RAm.flatten(1, 2), mask, cache)
-        return hidden.view(rows, anchors, width, self.hidden_size)[:, :, width - slots :]
+        return inputs, hidden.view(inputs.shape)[:, :, width - slots :]
 
     def start(self, rows: int, max_length: int) -> DFlashState:
         return DFlashState(RaggedCache(rows, max_length + self.config.block_size, self._target[0].device))
@@ -351,10 +369,19 @@ class DFlashDrafter(nn.Module):
         mask = self.masks.block(positions_Rm, extent)
         assert not isinstance(mask, dict), "one kind of layer, one mask"
         hidden_RnH = self.block(inputs_RmH, positions_Rm, mask, state.cache)[:, -slots:]
+        return self._lattice(anchors_R, inputs_RmH[:, 0], hidden_RnH)
+
+    def lattice_of_blocks(self, batch: TrainingBatch) -> Lattice:
+        """The lattices of full blocks of a training batch, its rows R times anchors A as rows."""
+        inputs_RAmH, hidden_RAnH = self._run_blocks(batch, self.block_size)
+        anchors = batch.ids.gather(1, batch.anchors).flatten()
+        return self._lattice(anchors, inputs_RAmH[:, :, 0].flatten(0, 1), hidden_RAnH.flatten(0, 1))
+
+    def _lattice(self, anchors_R: Tensor, anchor_hidden_RH: Tensor, hidden_RnH: Tensor) -> Lattice:
         logits = self.logits(hidden_RnH).float()
         top = logits.topk(min(self.config.candidates, logits.shape[-1]))
         log_probs = top.values - logits.logsumexp(-1, keepdim=True)
-        return Lattice(anchors_R, inputs_RmH[:, 0], self.draft_ids[top.indices], log_probs, hidden_RnH)
+        return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
 
     def save(self, folder: str | Path) -> None:
         """Write `config.json` and `model.safetensors`, in the parameters' dtype; before `prepare`, which packs them."""
@@ -369,49 +396,32 @@ class DFlashDrafter(nn.Module):
         # The convention is stored with the weights too: a config that was edited or swapped is found out.
         save_file(tensors, folder / "model.safetensors", {"format": "pt", "predicts": self.config.predicts})
 
+    @classmethod
+    def load(cls, folder: str | Path, target: Target) -> "DFlashDrafter":
+        """The drafter in `folder` (`config.json`, `model.safetensors`), ready to draft for `target`.
 
-def load(folder: str | Path, target: Target) -> DFlashDrafter:
-    """Load a drafter for `target` from `config.json` and `model.safetensors`, weights in the file's dtype.
-
-    Raises:
-        DrafterError: a file is missing or broken, a tensor is missing, unexpected or of the wrong shape, a setting is
-            unknown, the label convention of the weights isn't the config's, or the drafter doesn't fit the target.
-    """
-    folder = Path(folder)
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"{folder / 'config.json'} can't be read: {error}") from error
-    config = DFlashConfig.from_dict(raw)
-    path = folder / "model.safetensors"
-    try:
-        with safe_open(path, "pt", device=str(target.device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except (OSError, SafetensorError) as error:
-        raise DrafterError(f"{path} is missing, truncated or broken: {error}; fetch it again") from error
-    if metadata.get("predicts", config.predicts) != config.predicts:
-        raise DrafterError(
-            f"the weights were trained with predicts={metadata['predicts']!r}, dflash_config says {config.predicts!r} "
-            "('same' where it is absent): drafts would be one place off; correct dflash_config"
-        )
-    draft_ids = tensors.get("draft_ids")
-    if draft_ids is not None:
-        _check_draft_ids(draft_ids, target.vocab_size)
-    drafter = DFlashDrafter(target, config, draft_ids)
-    expected = drafter.state_dict()
-    tensors.setdefault("draft_ids", expected["draft_ids"])
-    problems = [f"missing {name}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        if expected[name].shape != tensors[name].shape:
-            problems.append(f"{name} is {list(tensors[name].shape)}, not {list(expected[name].shape)}")
-    if "missing mask_embedding" in problems:
-        problems.append("without mask_token_id in dflash_config the mask must be a learned vector, mask_embedding")
-    if problems:
-        raise DrafterError(f"{path} doesn't fit its config.json: {'; '.join(problems)}")
-    drafter.load_state_dict(tensors, assign=True)
-    return drafter
+        Raises:
+            DrafterError: a file is missing or broken, a tensor is missing, unexpected or of the wrong shape, a setting
+                is unknown, the label convention of the weights isn't the config's, or the target is another.
+        """
+        folder = Path(folder)
+        config = DFlashConfig.from_dict(read_config(folder))
+        file = folder / "model.safetensors"
+        tensors = read_tensors(file)
+        with safe_open(file, "pt") as header:
+            trained = (header.metadata() or {}).get("predicts", config.predicts)
+        if trained != config.predicts:
+            raise DrafterError(
+                f"the weights in {folder} were trained with predicts={trained!r}, dflash_config says {config.predicts!r} "
+                "('same' where it is absent): drafts would be one place off; correct dflash_config"
+            )
+        if config.mask_token_id is None and "mask_embedding" not in tensors:
+            raise DrafterError(
+                f"{folder} has neither dflash_config.mask_token_id nor the tensor mask_embedding: no mask"
+            )
+        drafter = cls(target, config, tensors.get("draft_ids"))
+        load_strictly(drafter, {"draft_ids": drafter.draft_ids, **tensors}, folder)
+        return drafter.prepare()
 
 
 class _TrainingContext:
@@ -440,9 +450,3 @@ def _refuse_unknown(settings: dict[str, Any], known: set[str], where: str) -> No
             f"{where} sets {', '.join(unknown)}, unknown here: it may change what the drafter computes, so it isn't "
             "ignored; remove it if it doesn't"
         )
-
-
-def _check_draft_ids(draft_ids: Tensor, vocabulary: int) -> None:
-    ascending = draft_ids.dtype == torch.int64 and draft_ids.dim() == 1 and bool((draft_ids.diff() > 0).all())
-    if not ascending or len(draft_ids) == 0 or draft_ids[0] < 0 or draft_ids[-1] >= vocabulary:
-        raise DrafterError(f"draft_ids must be ascending int64 ids below the vocabulary's {vocabulary}")

@@ -2,8 +2,8 @@
 
     python -m experiments.decode target=smollm2_135m 'method=[plain,top1,dcoco]' 'benchmark=[gsm8k,humaneval]' limit=20
 
-The methods take turns prompt by prompt, so that drift of the machine hits all alike. The table and `results.json` in the
-run's folder hold a cell for each benchmark and method; `speedup` is over `plain` in the same run.
+The methods take turns prompt by prompt, so that drift of the machine hits all alike. The table and `results.json` in
+the run's folder hold a cell for each benchmark and method; `speedup` is over `plain` in the same run.
 """
 
 import json

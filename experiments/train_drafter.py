@@ -6,8 +6,8 @@
 Every step draws sequences, a block length n and anchors from (seed, step) alone, so a resumed run sees what an unbroken
 one would have seen. Blocks of random length teach the drafter to draft short blocks too, and spend more of the work on
 the first slots, without which the later ones are never reached. The loss is the cross-entropy over the draft
-vocabulary, weighted exp(-(t - 1) / gamma) for slot t. The learning rate is constant, then falls linearly to zero over the last
-`decay` of the steps, so that a run can be prolonged from the checkpoint at which the fall began.
+vocabulary, weighted exp(-(t - 1) / gamma) for slot t. The learning rate is constant, then falls linearly to zero over
+the last `decay` of the steps, so that a run can be prolonged from the checkpoint at which the fall began.
 
 Shapes: R sequences, A anchors a sequence, n slots, W draft vocabulary, H hidden size.
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.base import Lattice, TrainingBatch
-from drafters.dflash import DFlashConfig, DFlashDrafter, DFlashState, load
+from drafters.dflash import DFlashConfig, DFlashDrafter, DFlashState
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.target import Target
@@ -235,7 +235,12 @@ def test_forward_blocks_equals_draft(target: Target, predicts: str) -> None:
         for index, anchor in enumerate(batch.anchors[row].tolist()):
             session = Session(target, drafting, 1)
             session.feed(batch.ids[row : row + 1, :anchor], [anchor])
-            close(hidden[row, index], session.draft([int(batch.ids[row, anchor])], 3).hidden[0])
+            lattice = session.draft([int(batch.ids[row, anchor])], 3)
+            close(hidden[row, index], lattice.hidden[0])
+    whole = drafting.lattice_of_blocks(batch)
+    last = session.draft([int(batch.ids[row, anchor])], drafting.block_size)
+    for ours, theirs in zip(vars(whole).values(), vars(last).values(), strict=True):
+        close(ours[-1:], theirs)
 
 
 @pytest.mark.parametrize("mask_token_id", [MASK, None])
@@ -264,6 +269,15 @@ def test_a_gradient_step_lowers_the_loss(
     assert loss() < before
 
 
+def test_training_under_autocast(target: Target) -> None:
+    drafter = make(target).prepare_training()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = drafter.forward_blocks(training_batch(target), 3)
+        assert drafter.logits(hidden).shape == (2, 3, 3, VOCAB)
+    exact = drafter.forward_blocks(training_batch(target), 3)
+    assert (hidden - exact).abs().max() < 0.1 * exact.abs().max()
+
+
 def test_initialise_copies_target_layers(target: Target) -> None:
     drafter = make(target)
     drafter.initialise((0, 2))
@@ -278,9 +292,9 @@ def test_save_and_load(target: Target, tmp_path: Path, draft_ids: list[int] | No
     drafter = make(target, draft_ids=ids, mask_token_id=mask_token_id)
     drafter.head = target.head  # as while training: not the drafter's to save
     drafter.save(tmp_path)
-    again = load(tmp_path, target)
+    again = DFlashDrafter.load(tmp_path, target)
     assert again.config.to_dict() == drafter.config.to_dict()
-    close(rounds(target, again.prepare())[0].hidden, rounds(target, drafter.prepare())[0].hidden)
+    close(rounds(target, again)[0].hidden, rounds(target, drafter.prepare())[0].hidden)
     assert torch.equal(again.draft_ids, drafter.draft_ids)
 
 
@@ -324,16 +338,14 @@ def published(folder: Path, target: Target) -> dict[str, Any]:
 
 def test_published_checkpoint(target: Target, tmp_path: Path) -> None:
     config = published(tmp_path, target)
-    drafter = load(tmp_path, target)
-    assert (drafter.config.predicts, drafter.block_size, drafter.taps, drafter.max_positions) == ("same", 3, TAPS, 128)
-    close(
-        rounds(target, drafter.prepare())[0].hidden, rounds(target, make(target, predicts="same").prepare())[0].hidden
-    )
+    drafter = DFlashDrafter.load(tmp_path, target)
+    assert (drafter.config.predicts, drafter.block_size, drafter.taps, drafter.max_positions) == ("same", 3, TAPS, 127)
+    close(rounds(target, drafter)[0].hidden, rounds(target, make(target, predicts="same").prepare())[0].hidden)
     config["dflash_config"]["block_size"] = config.pop("block_size")
     config["rope_scaling"] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config["rope_scaling"]["original_max_position_embeddings"] = 16
     (tmp_path / "config.json").write_text(json.dumps(config))
-    drafter = load(tmp_path, target)
+    drafter = DFlashDrafter.load(tmp_path, target)
     assert drafter.config.block_size == 4
     assert drafter.rotary_emb.rope_type == "llama3"
 
@@ -382,12 +394,12 @@ def test_config_refusals(
     change(config)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DrafterError, match=message):
-        load(tmp_path, target)
+        DFlashDrafter.load(tmp_path, target)
 
 
 def test_broken_files(target: Target, tmp_path: Path) -> None:
     with pytest.raises(DrafterError, match=r"config\.json"):
-        load(tmp_path, target)
+        DFlashDrafter.load(tmp_path, target)
     published(tmp_path, target)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -397,19 +409,19 @@ def test_broken_files(target: Target, tmp_path: Path) -> None:
     }.items():
         save_file({**tensors, **change}, path)
         with pytest.raises(DrafterError, match=name):
-            load(tmp_path, target)
+            DFlashDrafter.load(tmp_path, target)
     save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, path)
     with pytest.raises(DrafterError, match=r"missing norm\.weight"):
-        load(tmp_path, target)
+        DFlashDrafter.load(tmp_path, target)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DrafterError, match="truncated"):
-        load(tmp_path, target)
+        DFlashDrafter.load(tmp_path, target)
     path.unlink()
     with pytest.raises(DrafterError, match="missing"):
-        load(tmp_path, target)
+        DFlashDrafter.load(tmp_path, target)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(DrafterError, match="can't be read"):
-        load(tmp_path, target)
+    with pytest.raises(DrafterError, match="JSON"):
+        DFlashDrafter.load(tmp_path, target)
 
 
 def test_convention_mix_up(target: Target, tmp_path: Path) -> None:
@@ -418,7 +430,7 @@ def test_convention_mix_up(target: Target, tmp_path: Path) -> None:
     del config["dflash_config"]["predicts"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(DrafterError, match="one place off"):
-        load(tmp_path, target)
+        DFlashDrafter.load(tmp_path, target)
 
 
 def test_bfloat16(tmp_path: Path) -> None:

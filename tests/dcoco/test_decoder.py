@@ -1,0 +1,229 @@
+"""The output is the target's: identity with plain decoding, endings, limits, streams, statistics."""
+
+import pytest
+import torch
+from tests.models import EOS, FAMILIES, VOCABULARY, prompts, tiny_decoder
+
+from dcoco import SamplingParams
+from dcoco.errors import DrafterError, ParameterError
+
+
+def reference(decoder, prompt, tokens):
+    """Plain greedy decoding by the bare transformers model, without any cache."""
+    ids = list(prompt)
+    for _ in range(tokens):
+        query = torch.tensor([ids])
+        mask = decoder.target.masks.explicit(len(ids), query.device)
+        if isinstance(mask, dict):  # sliding-window layers
+            positions = torch.arange(len(ids))
+            inside = positions[None, :] > positions[:, None] - decoder.target.config.sliding_window
+            causal = positions[None, :] <= positions[:, None]
+            low = torch.finfo(torch.float32).min
+            mask = {
+                kind: torch.zeros(len(ids), len(ids)).masked_fill(~(causal & (inside | ("full" in kind))), low)
+                for kind in mask
+            }
+            repeats = decoder.target.masks.repeats
+            mask = {kind: value.repeat(repeats, 1)[None, None] for kind, value in mask.items()}
+        with torch.no_grad():
+            logits = decoder.target.model(input_ids=query, attention_mask=mask, use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_the_bare_model(family):
+    decoder = tiny_decoder(family)
+    given = prompts(4) + [[5], [5]]
+    params = SamplingParams(max_tokens=24)
+    for method in ("dcoco", "top1", "plain"):
+        outputs = decoder.generate(given, params, method)
+        for prompt, output in zip(given, outputs, strict=True):
+            assert output.token_ids == reference(decoder, prompt, 24), (family, method)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.8}, {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.01}]
+)
+def test_sampled_text_is_plain_samplings_alone_and_in_any_batch(family, params):
+    decoder = tiny_decoder(family)
+    given = prompts(6, seed=1)
+    each = [SamplingParams(max_tokens=20, seed=seed, **params) for seed in range(6)]
+    plain = decoder.generate(given, each, "plain")
+    batched = decoder.generate(given, each, "dcoco")
+    backwards = decoder.generate(given[::-1], each[::-1], "top1")[::-1]
+    alone = [decoder.generate([prompt], one)[0] for prompt, one in zip(given, each, strict=True)]
+    for outputs in (batched, backwards, alone):
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert sum(output.stats.accepted_tokens for output in batched) > 0
+
+
+def test_rows_come_and_go():
+    """More prompts than rows, of different lengths and limits, greedy and sampled side by side."""
+    decoder = tiny_decoder(max_rows=3)
+    given = prompts(9, seed=2)
+    each = [SamplingParams(max_tokens=3 + 4 * i, temperature=0.7 * (i % 2), seed=i) for i in range(9)]
+    outputs = decoder.generate(given, each)
+    alone = [decoder.generate([prompt], one, "plain")[0] for prompt, one in zip(given, each, strict=True)]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+
+
+def test_a_drafter_that_knows_the_answer_is_accepted_whole():
+    """Negative control of the identity tests: drafts are really used. Feeding the truth gives B + 1 tokens a round."""
+    decoder = tiny_decoder(eos_ids=[])
+    prompt = prompts(1)[0]
+    truth = decoder.generate([prompt], SamplingParams(max_tokens=31), "plain")[0].token_ids
+    draft = decoder.drafter.draft
+
+    def oracle(state, anchors, cache, slots):
+        lattice = draft(state, anchors, cache, slots)
+        start = cache.lengths[0] - len(prompt) + 1
+        lattice.ids[0, :, 0] = torch.tensor((truth + [0] * slots)[start : start + slots])
+        return lattice
+
+    decoder.drafter.draft = oracle
+    output = decoder.generate([prompt], SamplingParams(max_tokens=31), "top1")[0]
+    assert output.token_ids == truth
+    assert output.stats.rounds == 6
+    assert output.stats.mean_acceptance_length == 5.0
+    assert output.stats.acceptance_per_position == [1.0] * 4
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 6])
+@pytest.mark.parametrize("method", ["dcoco", "plain"])
+def test_never_more_than_max_tokens(max_tokens, method):
+    output = tiny_decoder(eos_ids=[]).generate([[5, 6, 7]], SamplingParams(max_tokens=max_tokens), method)[0]
+    assert len(output.token_ids) == max_tokens
+    assert output.finish_reason == "length"
+    assert output.stats.committed_tokens == max_tokens - 1
+
+
+def test_the_position_limit_ends_the_answer():
+    decoder = tiny_decoder(eos_ids=[])
+    prompt = [7] * 120
+    outputs = [decoder.generate([prompt], SamplingParams(max_tokens=100), method)[0] for method in ("dcoco", "plain")]
+    assert len(outputs[0].token_ids) == 8
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].finish_reason == "length"
+    with pytest.raises(ParameterError, match="128"):
+        decoder.generate([[7] * 128])
+
+
+def test_eos_inside_a_block_ends_everything_there():
+    free = tiny_decoder(eos_ids=[]).generate([[9, 8]], SamplingParams(max_tokens=40))[0]
+    for stop in dict.fromkeys(free.token_ids):
+        end = free.token_ids.index(stop) + 1
+        output = tiny_decoder(eos_ids=[stop]).generate([[9, 8]], SamplingParams(max_tokens=40))[0]
+        assert output.token_ids == free.token_ids[:end]
+        assert output.finish_reason == "stop"
+        assert output.stats.committed_tokens == end - 1
+        same = tiny_decoder(eos_ids=[]).generate([[9, 8]], SamplingParams(max_tokens=40, stop_token_ids=[stop]))[0]
+        assert same.token_ids == output.token_ids
+        ignoring = SamplingParams(max_tokens=40, ignore_eos=True)
+        assert tiny_decoder(eos_ids=[stop]).generate([[9, 8]], ignoring)[0].token_ids == free.token_ids
+
+
+def test_stop_strings_cut_text_and_tokens_and_streams_alike():
+    decoder = tiny_decoder(eos_ids=[])
+    free = decoder.generate([[9, 8]], SamplingParams(max_tokens=40))[0]
+    for start in range(0, 30, 3):
+        for length in (1, 3, 7):  # within a block and across blocks
+            stop = free.text[start : start + length]
+            at = free.text.index(stop)
+            params = SamplingParams(max_tokens=40, stop=[stop, "never"])
+            output = decoder.generate([[9, 8]], params)[0]
+            assert output.text == free.text[:at]
+            assert output.token_ids == free.token_ids[: at + length]  # a letter a token
+            assert output.finish_reason == "stop"
+            chunks = list(decoder.stream([9, 8], params))
+            assert "".join(chunk.text for chunk in chunks) == output.text
+            assert sum((chunk.token_ids for chunk in chunks), []) == output.token_ids
+            assert chunks[-1].output.token_ids == output.token_ids
+
+
+@pytest.mark.parametrize("rule", ["match", "one_hot", "sampled"])
+def test_all_rules_are_greedy_at_temperature_0(rule):
+    decoder = tiny_decoder(rule=rule)
+    given = prompts(5, seed=3)
+    each = [SamplingParams(max_tokens=16, temperature=0.9 * (i % 2), seed=i) for i in range(5)]
+    outputs = decoder.generate(given, each)
+    plain = decoder.generate(given, each, "plain")
+    for index in (0, 2, 4):
+        assert outputs[index].token_ids == plain[index].token_ids
+
+
+@pytest.mark.parametrize("rule", ["match", "one_hot", "sampled"])
+def test_the_second_token_follows_the_targets_law(rule):
+    """The whole path (draft, corrector, walk, rule) over many seeds, against exact probabilities by a G-test."""
+    from scipy.stats import chi2
+
+    decoder = tiny_decoder(rule=rule, eos_ids=[], block=2, max_rows=250)
+    prompt, seeds, temperature = [11, 4, 7], 3000, 1.3
+    each = [SamplingParams(max_tokens=3, temperature=temperature, top_k=5, seed=seed) for seed in range(seeds)]
+    outputs = decoder.generate([prompt] * seeds, each)
+
+    def law(ids):
+        with torch.no_grad():
+            mask = decoder.target.masks.explicit(len(ids), torch.device("cpu"))
+            logits = decoder.target.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits
+        values, index = (logits[0, -1].double() / temperature).topk(5)
+        return dict(zip(index.tolist(), values.softmax(-1).tolist(), strict=True))
+
+    expected = {}
+    for first, p in law(prompt).items():
+        for second, q in law([*prompt, first]).items():
+            for third, r in law([*prompt, first, second]).items():
+                expected[first, second, third] = p * q * r
+    counts = dict.fromkeys(expected, 0)
+    for output in outputs:
+        counts[tuple(output.token_ids)] += 1  # a KeyError here is a token of probability zero
+    rare = [key for key, p in expected.items() if p * seeds < 5]
+    cells = [(counts[key], expected[key]) for key in expected if key not in rare]
+    cells.append((sum(counts[key] for key in rare), sum(expected[key] for key in rare)))
+    statistic = 2 * sum(n * torch.log(torch.tensor(n / (p * seeds))).item() for n, p in cells if n)
+    assert chi2.sf(statistic, len(cells) - 1) > 1e-3
+    assert sum(output.stats.accepted_tokens for output in outputs) > 0
+
+
+def test_an_untrained_corrector_is_the_plain_drafter():
+    decoder = tiny_decoder(trained=False, eos_ids=[])
+    params = SamplingParams(max_tokens=30)
+    for prompt in prompts(4, seed=4):
+        corrected, top1 = (decoder.generate([prompt], params, method)[0].stats for method in ("dcoco", "top1"))
+        assert (corrected.rounds, corrected.accepted_at) == (top1.rounds, top1.accepted_at)
+
+
+def test_statistics_agree_with_the_output():
+    decoder = tiny_decoder()
+    for output in decoder.generate(
+        prompts(8, seed=5), SamplingParams(max_tokens=30, temperature=0.5, seed=1), trace=True
+    ):
+        stats = output.stats
+        assert stats.committed_tokens == len(output.token_ids) - 1
+        assert stats.accepted_tokens == sum(stats.accepted_at) <= stats.draft_tokens
+        assert stats.acceptance_per_position == sorted(stats.acceptance_per_position, reverse=True)
+        assert len(output.trace) == stats.rounds
+        assert [trace.start for trace in output.trace] == [
+            1 + sum(trace.committed for trace in output.trace[:index]) for index in range(stats.rounds)
+        ]
+
+
+def test_wrong_arguments_are_named():
+    decoder = tiny_decoder()
+    with pytest.raises(ParameterError, match="method='fast'"):
+        decoder.generate([[5]], method="fast")
+    with pytest.raises(ParameterError, match="no tokens"):
+        decoder.generate([[]])
+    with pytest.raises(ParameterError, match=str(VOCABULARY)):
+        decoder.generate([[VOCABULARY]])
+    with pytest.raises(ParameterError, match="2 given for 1"):
+        decoder.generate([[5]], [SamplingParams()] * 2)
+    with pytest.raises(ParameterError, match="chat template"):
+        decoder.generate([[{"role": "user", "content": "hi"}]])
+    decoder.drafter = None
+    with pytest.raises(DrafterError, match="drafter"):
+        decoder.generate([[5]])
+    assert decoder.generate([[5]], SamplingParams(max_tokens=2), "plain")

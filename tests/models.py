@@ -1,0 +1,111 @@
+"""Tiny random models of several families, and a decoder around them, for tests."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dcoco import DCOCODecoder
+from dcoco.corrector import Corrector, CorrectorConfig
+from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
+from verifier.target import Target
+
+VOCABULARY = 64
+EOS = 2
+SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,  # peaked, varied distributions: acceptance and rejection both happen
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+
+
+def llama(tied: bool = True) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, tie_word_embeddings=tied))
+
+
+def qwen2() -> Any:
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=2))
+
+
+def qwen3() -> Any:
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=16))
+
+
+def gemma3() -> Any:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    config = Gemma3TextConfig(
+        **SHAPE, num_key_value_heads=1, head_dim=16, sliding_window=8, layer_types=kinds, query_pre_attn_scalar=16
+    )
+    return Gemma3ForCausalLM(config)
+
+
+def gpt_neox() -> Any:
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+
+
+FAMILIES = {
+    "llama": llama,
+    "llama_untied": lambda: llama(tied=False),
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma3": gemma3,
+    "gpt_neox": gpt_neox,
+}
+
+
+class LetterTokenizer:
+    """Id i is one character, so that text and ids are easy to compare."""
+
+    eos_token_id = EOS
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 256 for letter in text]}
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(256 + index) for index in ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(256 + index): index for index in range(VOCABULARY)}
+
+
+def tiny_decoder(
+    family: str = "llama", seed: int = 0, block: int = 4, candidates: int = 6, trained: bool = True, **options: Any
+) -> DCOCODecoder:
+    """A decoder with random weights; `trained` gives the corrector a say. The drafter copies the target's last layers."""
+    torch.manual_seed(seed)
+    target = Target(FAMILIES[family]())
+    config = BlockDiffusionConfig((1, 3), (0, 3), block, candidates)
+    drafter = BlockDiffusionDrafter(target, config, torch.arange(0, VOCABULARY - 3))
+    drafter.initialise(scale=4.0)
+    torch.nn.init.normal_(drafter.slots, std=0.5)
+    torch.nn.init.normal_(drafter.anchor_projection.weight, std=0.3)
+    corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 16)).eval().requires_grad_(False)
+    if trained:
+        torch.nn.init.normal_(corrector.pair_out.weight, std=1.0)
+    options.setdefault("eos_ids", [EOS])
+    return DCOCODecoder(target, LetterTokenizer(), drafter.prepare(), corrector, **options)
+
+
+def prompts(count: int, longest: int = 20, seed: int = 0) -> list[list[int]]:
+    """Prompts of one to `longest` tokens."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=random).tolist()
+    return [torch.randint(3, VOCABULARY, (length,), generator=random).tolist() for length in lengths]
