@@ -20,7 +20,7 @@ from dcoco.output import Chunk, RequestOutput
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
 from dcoco.walk import walk
 from drafters.base import Draft, Drafter
-from drafters.checkpoint import load_drafter
+from drafters.registry import load_drafter
 from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled
 from verifier.sampling import SamplingParams, draw, probabilities
 from verifier.target import Target

@@ -12,24 +12,30 @@ draft vocabulary, so a token outside it is never drafted.
 Shapes: R rows, n slots, K candidates, H hidden size, T taps, W draft vocabulary.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters import block_attention
 from drafters.base import Lattice, TrainingBatch
 from drafters.block_attention import BlockContext
+from drafters.checkpoint import load_strictly, read_config, read_tensors
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.linear import pack_linears
 from verifier.target import MaskMaker, Target, decoder_layers
+
+FORMAT = 1  # of the checkpoint
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,9 @@ class BlockDiffusionDrafter(nn.Module):
     def prepare(self) -> "BlockDiffusionDrafter":
         """Make ready for drafting: the target's dtype, packed weights, the head trimmed to the draft vocabulary."""
         target = self._target[0]
-        self.eval().requires_grad_(False).to(device=target.device, dtype=target.dtype)
+        self.eval().requires_grad_(False).to(target.device)
+        for parameter in self.parameters():  # and no buffer: rotary frequencies stay in float32
+            parameter.data = parameter.data.to(target.dtype)
         self._set_head(target.dtype)
         pack_linears(self)
         return self
@@ -141,6 +149,54 @@ class BlockDiffusionDrafter(nn.Module):
         self.head = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
         weight = self._target[0].head_weight(self.draft_ids).to(dtype)
         self.head.weight = nn.Parameter(weight, requires_grad=False)
+
+    def save(self, folder: Path, identity: dict[str, Any], training: dict[str, Any]) -> None:
+        """Write a checkpoint in bfloat16: whose drafter it is (`target_identity`), and how it was trained."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "drafter": "block_diffusion",
+            "format": FORMAT,
+            "predicts": "next",  # input slot i predicts the token after it: a block of B inputs drafts B tokens
+            **asdict(self.config),
+            "draft_vocab_size": len(self.draft_ids),
+            "target": identity,
+            "training": training,
+        }
+        state = {name: tensor.cpu() for name, tensor in self.state_dict().items() if not name.startswith("head.")}
+        for name, tensor in state.items():
+            state[name] = tensor.to(torch.bfloat16 if tensor.is_floating_point() else torch.int32).contiguous()
+        save_file(state, str(folder / "model.safetensors"))
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path, target: Target) -> "BlockDiffusionDrafter":
+        """The drafter in `folder`, ready to draft for `target`; DrafterError where anything doesn't fit."""
+        config, file = read_config(folder), folder / "config.json"
+        names = {field.name for field in fields(BlockDiffusionConfig)}
+        known = names | {"drafter", "format", "predicts", "draft_vocab_size", "target", "training"}
+        if unknown := sorted(set(config) - known):
+            raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}")
+        if missing := sorted(known - {"training"} - set(config)):
+            raise DrafterError(f"{file} lacks the keys {missing}")
+        if config["format"] != FORMAT or config["predicts"] != "next":
+            raise DrafterError(
+                f"{file}: format={config['format']!r}, predicts={config['predicts']!r}; "
+                f"this version reads format={FORMAT} with predicts='next'"
+            )
+        shape = BlockDiffusionConfig(
+            tuple(config["target_layers"]), tuple(config["taps"]), config["block_size"], config["candidates"]
+        )
+        state = read_tensors(folder / "model.safetensors")
+        draft_ids = state.get("draft_ids", torch.arange(target.vocab_size)).long()
+        low, high = int(draft_ids.min()), int(draft_ids.max())
+        if len(draft_ids) != config["draft_vocab_size"] or low < 0 or high >= target.vocab_size:
+            raise DrafterError(
+                f"{folder}: expected {config['draft_vocab_size']} draft_ids below the vocabulary size "
+                f"{target.vocab_size}; found {len(draft_ids)} from {low} to {high}"
+            )
+        drafter = cls(target, shape, draft_ids)
+        load_strictly(drafter, state, folder)
+        return drafter.prepare()
 
     def block_inputs(self, features: Sequence[Tensor], anchor_embedding: Tensor, slots: int) -> Tensor:
         """Inputs [..., n, H] of a block from features (T tensors [..., H]) and the anchor's embedding [..., H]."""

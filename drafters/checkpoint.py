@@ -1,25 +1,20 @@
-"""Drafter checkpoints: `config.json` and `model.safetensors` in a folder, loaded strictly.
+"""What checkpoints of all drafters share: `config.json` and `model.safetensors` in a folder, read strictly.
 
-A checkpoint states which drafter it is and which target it was trained for; anything missing, unexpected or of another
-shape is an error that lists it. Published DFlash checkpoints carry no such statement and are recognised by their keys.
+A checkpoint states which target it was trained for; anything missing, unexpected or of another shape is an error that
+lists it.
 """
 
 import hashlib
 import json
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from verifier.errors import DrafterError
 from verifier.target import Target
-
-FORMAT = 1
 
 
 def target_identity(target: Target, tokenizer: Any) -> dict[str, Any]:
@@ -32,68 +27,6 @@ def target_identity(target: Target, tokenizer: Any) -> dict[str, Any]:
         "vocab_size": target.vocab_size,
         "tokenizer_sha256": hashlib.sha256(vocabulary.encode()).hexdigest(),
     }
-
-
-def save_block_diffusion(
-    folder: Path, drafter: BlockDiffusionDrafter, identity: dict[str, Any], training: dict[str, Any]
-) -> None:
-    """Write a checkpoint in bfloat16; `training` (recipe and figures) is carried along as it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "drafter": "block_diffusion",
-        "format": FORMAT,
-        "predicts": "next",  # input slot i predicts the token after it: a block of B inputs drafts B tokens
-        **asdict(drafter.config),
-        "draft_vocab_size": len(drafter.draft_ids),
-        "target": identity,
-        "training": training,
-    }
-    state = {name: tensor.cpu() for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
-    state = {
-        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor.int()
-        for name, tensor in state.items()
-    }
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(folder / "model.safetensors"))
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
-    """The drafter in `folder`, ready to draft for `target`.
-
-    Raises:
-        DrafterError: files missing or truncated, unknown keys, tensors that don't fit, or another target's drafter.
-    """
-    config = read_config(folder)
-    if config.get("drafter") != "block_diffusion":
-        from drafters.dflash import DFlashDrafter
-
-        return DFlashDrafter.load(folder, target)
-    check_identity(config, target, tokenizer, folder)
-    names = {field.name for field in fields(BlockDiffusionConfig)}
-    known = names | {"drafter", "format", "predicts", "draft_vocab_size", "target", "training"}
-    if unknown := sorted(set(config) - known):
-        raise DrafterError(f"{folder / 'config.json'} has unknown keys {unknown}; known are {sorted(known)}")
-    if missing := sorted(known - {"training"} - set(config)):
-        raise DrafterError(f"{folder / 'config.json'} lacks the keys {missing}")
-    if config["format"] != FORMAT or config["predicts"] != "next":
-        raise DrafterError(
-            f"{folder / 'config.json'}: format={config['format']!r}, predicts={config['predicts']!r}; "
-            f"this version reads format={FORMAT} with predicts='next'"
-        )
-    shape: dict[str, Any] = {
-        name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in names
-    }
-    state = read_tensors(folder / "model.safetensors")
-    draft_ids = state.get("draft_ids", torch.arange(target.vocab_size)).long()
-    low, high = int(draft_ids.min()), int(draft_ids.max())
-    if len(draft_ids) != config["draft_vocab_size"] or low < 0 or high >= target.vocab_size:
-        raise DrafterError(
-            f"{folder}: expected {config['draft_vocab_size']} draft_ids below the vocabulary size {target.vocab_size}; "
-            f"found {len(draft_ids)} from {low} to {high}"
-        )
-    drafter = BlockDiffusionDrafter(target, BlockDiffusionConfig(**shape), draft_ids)
-    load_strictly(drafter, state, folder)
-    return drafter.prepare()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -47,7 +47,7 @@ REQUIRED = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attent
 REQUIRED |= {"head_dim", "vocab_size", "max_position_embeddings"}
 # Of older transformers, or of no effect on the computation; Qwen3Config turns the first two into `rope_parameters`.
 OLDER = {"rope_theta", "rope_scaling", "torch_dtype", "auto_map", "pretraining_tp", "_name_or_path"}
-OURS = {"block_size", "num_target_layers", "dflash_config"}
+OURS = {"block_size", "num_target_layers", "dflash_config", "drafter", "target", "training"}
 INNER = {"mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "predicts", "candidates"}
 
 
@@ -383,8 +383,13 @@ class DFlashDrafter(nn.Module):
         log_probs = top.values - logits.logsumexp(-1, keepdim=True)
         return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
 
-    def save(self, folder: str | Path) -> None:
-        """Write `config.json` and `model.safetensors`, in the parameters' dtype; before `prepare`, which packs them."""
+    def save(
+        self, folder: str | Path, identity: dict[str, Any] | None = None, training: dict[str, Any] | None = None
+    ) -> None:
+        """Write `config.json` and `model.safetensors` in the parameters' dtype; before `prepare`, which packs them.
+
+        `identity` says whose drafter it is (`target_identity`), `training` how it was trained.
+        """
         if any(isinstance(module, PackedLinear) for module in self.modules()):
             raise DrafterError("the drafter's weights are packed for inference; save() it before prepare()")
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items() if name[:5] != "head."}
@@ -392,7 +397,8 @@ class DFlashDrafter(nn.Module):
             del tensors["draft_ids"]
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+        ours = {"drafter": "dflash", "target": identity, "training": training} if identity else {}
+        (folder / "config.json").write_text(json.dumps({**self.config.to_dict(), **ours}, indent=1) + "\n")
         # The convention is stored with the weights too: a config that was edited or swapped is found out.
         save_file(tensors, folder / "model.safetensors", {"format": "pt", "predicts": self.config.predicts})
 
@@ -412,7 +418,7 @@ class DFlashDrafter(nn.Module):
             trained = (header.metadata() or {}).get("predicts", config.predicts)
         if trained != config.predicts:
             raise DrafterError(
-                f"the weights in {folder} were trained with predicts={trained!r}, dflash_config says {config.predicts!r} "
+                f"{folder} was trained with predicts={trained!r}, dflash_config says {config.predicts!r} "
                 "('same' where it is absent): drafts would be one place off; correct dflash_config"
             )
         if config.mask_token_id is None and "mask_embedding" not in tensors:

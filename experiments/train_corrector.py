@@ -27,7 +27,7 @@ from dcoco.corrector import Corrector, CorrectorConfig, Scores, save_corrector
 from dcoco.targets import load_target
 from dcoco.walk import walk
 from drafters.base import Lattice
-from drafters.checkpoint import load_drafter
+from drafters.registry import load_drafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore
 from experiments.train_drafter import blocks

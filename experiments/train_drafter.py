@@ -29,9 +29,11 @@ from tqdm import tqdm
 from dcoco.targets import load_target
 from drafters.base import TrainingBatch
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
-from drafters.checkpoint import save_block_diffusion, target_identity
+from drafters.checkpoint import target_identity
+from drafters.dflash import DFlashConfig, DFlashDrafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, Sequence_, build, read_answers
+from verifier.errors import ConfigError
 from verifier.target import Target
 
 
@@ -43,14 +45,11 @@ def main(config: DictConfig) -> None:
     run = Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
     answers = read_answers(Path(config.answers), config.limit)
-    shape = BlockDiffusionConfig(tuple(config.target_layers), tuple(config.taps), config.block_size, config.candidates)
     features = Path(config.features)
-    build(features, target, answers, config.store_taps or shape.taps, config.store_layers or shape.target_layers)
-    store = FeatureStore(features, shape.taps, shape.target_layers)
-
-    drafter = BlockDiffusionDrafter(target, shape, draft_vocabulary(answers, config.draft_vocab_size))
-    first_tap = store.taps[0][: store.sequences[min(64, len(store.sequences) - 1)].start]
-    drafter.initialise(scale=first_tap.float().pow(2).mean(-1).sqrt().median().item())
+    layers = config.target_layers if config.backbone == "block_diffusion" else ()  # whose cache is read
+    build(features, target, answers, config.store_taps or config.taps, config.store_layers or layers)
+    store = FeatureStore(features, config.taps, layers)
+    drafter = new_drafter(config, target, store, draft_vocabulary(answers, config.draft_vocab_size))
     trainer = Trainer(drafter.prepare_training(), store, config)
     trainer.restore(run / "state.pt")
     with tqdm(total=config.steps, initial=trainer.step, desc="train", unit="step") as bar:
@@ -69,7 +68,23 @@ def main(config: DictConfig) -> None:
                 trainer.save(run / "state.pt")
                 recipe = {"config": OmegaConf.to_container(config), "figures": figures, **describe()}
                 recipe |= {"steps": trainer.step, "seconds": round(trainer.seconds)}
-                save_block_diffusion(run / "checkpoint", drafter, target_identity(target, tokenizer), recipe)
+                drafter.save(run / "checkpoint", target_identity(target, tokenizer), recipe)
+
+
+def new_drafter(config: DictConfig, target: Target, store: FeatureStore, draft_ids: Tensor | None) -> Any:
+    """An untrained drafter of either backbone, started from layers of the target."""
+    if config.backbone == "dflash":
+        shape = DFlashConfig.for_target(target, len(config.target_layers), config.taps, config.block_size)
+        published = DFlashDrafter(target, shape, draft_ids)
+        published.initialise(config.target_layers)
+        return published
+    if config.backbone != "block_diffusion":
+        raise ConfigError(f"backbone={config.backbone!r}: must be block_diffusion or dflash")
+    layout = BlockDiffusionConfig(tuple(config.target_layers), tuple(config.taps), config.block_size, config.candidates)
+    drafter = BlockDiffusionDrafter(target, layout, draft_ids)
+    first_tap = store.taps[0][: store.sequences[min(64, len(store.sequences) - 1)].start]
+    drafter.initialise(scale=first_tap.float().pow(2).mean(-1).sqrt().median().item())
+    return drafter
 
 
 def draft_vocabulary(answers: list[dict[str, list[int]]], size: int | None) -> Tensor | None:
@@ -83,7 +98,7 @@ def draft_vocabulary(answers: list[dict[str, list[int]]], size: int | None) -> T
 class Trainer:
     """Weights, optimizer and position in the data of one run."""
 
-    def __init__(self, drafter: BlockDiffusionDrafter, store: FeatureStore, config: DictConfig):
+    def __init__(self, drafter: Any, store: FeatureStore, config: DictConfig):
         self.drafter = drafter
         self.store = store
         self.config = config
@@ -91,9 +106,13 @@ class Trainer:
         self.held_out = range(count - config.held_out, count)
         self.step = 0
         self.seconds = 0.0
-        matrices = [p for p in drafter.parameters() if p.requires_grad and p.ndim == 2 and p is not drafter.slots]
-        vectors = [p for p in drafter.parameters() if p.requires_grad and not (p.ndim == 2 and p is not drafter.slots)]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        matrices = [module.weight for module in drafter.modules() if isinstance(module, nn.Linear)]
+        decayed = {id(weight) for weight in matrices if weight.requires_grad}
+        trained = [p for p in drafter.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if id(p) in decayed], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         # From draft id to its column in the draft vocabulary, -100 (ignored by the loss) for ids that can't be drafted.
         self.column_of = torch.full((drafter.vocab_size,), -100)

@@ -89,7 +89,7 @@ class LetterTokenizer:
 def tiny_decoder(
     family: str = "llama", seed: int = 0, block: int = 4, candidates: int = 6, trained: bool = True, **options: Any
 ) -> DCOCODecoder:
-    """A decoder with random weights; `trained` gives the corrector a say. The drafter copies the target's last layers."""
+    """A decoder with random weights; `trained` gives the corrector a say. The drafter starts from the target."""
     torch.manual_seed(seed)
     target = Target(FAMILIES[family]())
     config = BlockDiffusionConfig((1, 3), (0, 3), block, candidates)

@@ -170,8 +170,8 @@ def decoder_layers(body: nn.Module, config: object) -> nn.ModuleList:
     recurrent = {kind for kind in types if "attention" not in kind or "linear" in kind}
     if recurrent or any(hasattr(config, key) for key in ("state_size", "ssm_cfg", "mamba_d_state", "conv_kernel")):
         raise TargetError(
-            f"{type(body).__name__} keeps recurrent state ({', '.join(sorted(recurrent)) or 'state-space layers'}), which "
-            "can't be rolled back after a rejected draft; choose a target with attention layers only"
+            f"{type(body).__name__} keeps recurrent state ({', '.join(sorted(recurrent)) or 'state-space layers'}), "
+            "which can't be rolled back after a rejected draft; choose a target with attention layers only"
         )
     count = config.num_hidden_layers  # type: ignore[attr-defined]
     for child in body.children():

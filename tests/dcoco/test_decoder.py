@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.models import EOS, FAMILIES, VOCABULARY, prompts, tiny_decoder
 
 from dcoco import SamplingParams
 from dcoco.errors import DrafterError, ParameterError
+from tests.models import EOS, FAMILIES, VOCABULARY, prompts, tiny_decoder
 
 
 def reference(decoder, prompt, tokens):
@@ -36,7 +36,7 @@ def reference(decoder, prompt, tokens):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_bare_model(family):
     decoder = tiny_decoder(family)
-    given = prompts(4) + [[5], [5]]
+    given = [*prompts(4), [5], [5]]
     params = SamplingParams(max_tokens=24)
     for method in ("dcoco", "top1", "plain"):
         outputs = decoder.generate(given, params, method)
@@ -140,7 +140,7 @@ def test_stop_strings_cut_text_and_tokens_and_streams_alike():
             assert output.finish_reason == "stop"
             chunks = list(decoder.stream([9, 8], params))
             assert "".join(chunk.text for chunk in chunks) == output.text
-            assert sum((chunk.token_ids for chunk in chunks), []) == output.token_ids
+            assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
             assert chunks[-1].output.token_ids == output.token_ids
 
 

@@ -1,11 +1,11 @@
-"""Corrector and walk: the scores are the documented sum, the path is the greedy one, q is what the path was drawn from."""
+"""Corrector and walk: the scores are the documented sum, the path is greedy, q is what the path was drawn from."""
 
 import torch
-from tests.models import tiny_decoder
 
 from dcoco.corrector import Corrector, CorrectorConfig, Scores, load_corrector, save_corrector
 from dcoco.walk import walk
 from drafters.base import Lattice
+from tests.models import tiny_decoder
 from verifier.sampling import SamplingBatch, SamplingParams
 
 ROWS, SLOTS, CANDIDATES, HIDDEN = 3, 4, 5, 8

@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
 
 from drafters.base import TrainingBatch
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
-from drafters.checkpoint import load_drafter, save_block_diffusion, target_identity
+from drafters.checkpoint import target_identity
+from drafters.registry import load_drafter
+from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
+from verifier.target import Target
 
 
 def run_prompt(decoder, ids, room=16):
@@ -96,7 +98,7 @@ def test_nothing_new_leaves_the_features_alone():
 def saved(tmp_path):
     decoder = tiny_decoder()
     identity = target_identity(decoder.target, LetterTokenizer())
-    save_block_diffusion(tmp_path, decoder.drafter, identity, {})
+    decoder.drafter.save(tmp_path, identity, {})
     return decoder
 
 
@@ -163,6 +165,18 @@ def test_another_tokenizer_is_another_target(tmp_path):
 
     with pytest.raises(DrafterError, match="tokenizer_sha256"):
         load_drafter(tmp_path, decoder.target, Other())
+
+
+def test_preparing_in_bfloat16_keeps_rotary_frequencies_exact():
+    torch.manual_seed(0)
+    target = Target(FAMILIES["llama"]())
+    exact = target.body.rotary_emb.inv_freq.clone()
+    for parameter in target.model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    target.dtype = torch.bfloat16
+    drafter = BlockDiffusionDrafter(target, BlockDiffusionConfig((1, 3), (0, 3))).prepare()
+    assert drafter.slots.dtype == torch.bfloat16
+    assert torch.equal(drafter.body.rotary_emb.inv_freq, exact)
 
 
 def test_initialised_from_the_target():

@@ -1,0 +1,29 @@
+"""Which drafter a checkpoint holds."""
+
+from pathlib import Path
+from typing import Any
+
+from drafters.block_diffusion import BlockDiffusionDrafter
+from drafters.checkpoint import check_identity, read_config
+from drafters.dflash import DFlashDrafter
+from verifier.errors import DrafterError
+from verifier.target import Target
+
+DRAFTERS: dict[str, Any] = {"block_diffusion": BlockDiffusionDrafter, "dflash": DFlashDrafter}
+
+
+def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
+    """The drafter in `folder`, ready to draft for `target`.
+
+    Ours name themselves and their target; published DFlash checkpoints do neither and are known by `dflash_config`.
+
+    Raises:
+        DrafterError: files missing or truncated, unknown keys, tensors that don't fit, or another target's drafter.
+    """
+    config = read_config(folder)
+    name = config.get("drafter", "dflash" if "dflash_config" in config else None)
+    if name not in DRAFTERS:
+        raise DrafterError(f"{folder / 'config.json'}: drafter={name!r} is unknown; known are {', '.join(DRAFTERS)}")
+    if "drafter" in config:
+        check_identity(config, target, tokenizer, folder)
+    return DRAFTERS[name].load(folder, target)

@@ -1,0 +1,93 @@
+"""Is the output really the target's? dcoco against plain decoding, token for token, on real prompts.
+
+    python -m experiments.identity target=smollm2_135m prompts=200 seeds=50
+
+Greedy and sampled (rule `match`: the same seed gives the same text). Where a text parts, the float64 gap between the two
+best logits there is reported: a gap at rounding level is a tie, anything else a fault, and the exit status says so.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from dcoco import DCOCODecoder, RequestOutput, SamplingParams
+from dcoco.targets import load_target
+from experiments.benchmarks import load_benchmark
+from experiments.environment import CONF, describe
+
+TIE = 1e-3  # logits in float32 through 30 layers agree to about 1e-4
+
+
+@hydra.main(version_base=None, config_path=CONF, config_name="identity")
+def main(config: DictConfig) -> None:
+    torch.set_num_threads(config.threads or torch.get_num_threads())
+    names = list(config.benchmark)
+    share = -(-config.prompts // len(names))
+    texts = [item.turns[0] for name in names for item in load_benchmark(name, config.benchmark_dir, share)]
+    decoder = DCOCODecoder.from_pretrained(
+        config.target, config.drafter, device=config.device, dtype=config.dtype, max_rows=config.rows
+    )
+    chat = getattr(decoder.tokenizer, "chat_template", None)
+    prompts = [
+        decoder.encode([{"role": "user", "content": text}] if chat else text) for text in texts[: config.prompts]
+    ]
+    greedy = [SamplingParams(max_tokens=config.max_tokens)] * len(prompts)
+    sampled = [
+        SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, seed=seed)
+        for seed in range(config.seeds)
+    ]
+    rounds = {"greedy": (prompts, greedy), "sampled": ((prompts * config.seeds)[:: max(1, len(prompts) // 7)], sampled)}
+    report: dict[str, Any] = {"config": OmegaConf.to_container(config), **describe()}
+    faults = 0
+    for name, (asked, params) in rounds.items():
+        asked = asked[: len(params)]
+        outputs: dict[str, list[RequestOutput]] = {"plain": [], "dcoco": []}
+        for start in tqdm(range(0, len(asked), config.rows), desc=name, unit="batch"):
+            part = slice(start, start + config.rows)
+            for method, done in outputs.items():
+                done += decoder.generate(asked[part], params[part], method)
+        pairs = list(zip(outputs["plain"], outputs["dcoco"], strict=True))
+        apart = [pair for pair in pairs if pair[0].token_ids != pair[1].token_ids]
+        found = [difference(config, *pair) for pair in apart]
+        faults += sum(item["gap"] is None or item["gap"] > TIE for item in found)
+        rounds_run = sum(output.stats.rounds for output in outputs["dcoco"])
+        length = sum(output.stats.committed_tokens for output in outputs["dcoco"]) / max(1, rounds_run)
+        report[name] = {
+            "identical": len(pairs) - len(apart),
+            "of": len(pairs),
+            "tokens": sum(len(output.token_ids) for output in outputs["plain"]),
+            "mean_acceptance_length": length,
+            "differences": found,
+        }
+        print(
+            f"{name}: {len(pairs) - len(apart)} of {len(pairs)} identical, acceptance length {length:.2f}",
+            *found,
+            sep="\n",
+        )
+    (Path(HydraConfig.get().runtime.output_dir) / "identity.json").write_text(json.dumps(report, indent=1))
+    sys.exit(1 if faults else 0)
+
+
+def difference(config: DictConfig, plain: RequestOutput, other: RequestOutput) -> dict[str, Any]:
+    """Where two answers part, and how far apart the two tokens' logits are there in float64 (None: one answer ended)."""
+    pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), None)
+    if index is None:
+        return {"at": min(len(plain.token_ids), len(other.token_ids)), "gap": None}
+    model, _, _ = load_target(config.target, dtype="float64", device=config.device)
+    ids = torch.tensor([plain.prompt_token_ids + plain.token_ids[:index]])
+    with torch.inference_mode():
+        logits = model(input_ids=ids.to(model.device)).logits[0, -1]
+    tokens = [plain.token_ids[index], other.token_ids[index]]
+    return {"at": index, "tokens": tokens, "gap": abs(float(logits[tokens[0]] - logits[tokens[1]]))}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Training: features are the target's own, a resumed run is the unbroken one, the loss falls."""
+
+import json
+from copy import deepcopy
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from dcoco.corrector import Corrector, CorrectorConfig
+from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
+from drafters.checkpoint import target_identity
+from drafters.registry import load_drafter
+from experiments import train_corrector
+from experiments.features import FeatureStore, build, read_answers
+from experiments.train_drafter import Trainer, blocks, draft_vocabulary, new_drafter
+from tests.models import VOCABULARY, LetterTokenizer, llama, prompts
+from verifier.cache import RaggedCache
+from verifier.errors import ConfigError
+from verifier.target import Target
+
+SHAPE = BlockDiffusionConfig((1, 3), (0, 3), block_size=4, candidates=40)
+TAPS, LAYERS = (0, 3), (1, 3)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A tiny target, answers to learn from, and their features."""
+    torch.manual_seed(0)
+    target = Target(llama().to(torch.bfloat16), pack=False)
+    folder = tmp_path_factory.mktemp("features")
+    answers = [
+        {"prompt_ids": prompt, "response_ids": [(prompt[0] + 3 * step) % VOCABULARY for step in range(4 + index % 30)]}
+        for index, prompt in enumerate(prompts(40, longest=12))
+    ]
+    build(folder, target, answers, TAPS, LAYERS)
+    return target, folder, answers
+
+
+def trainer(world, steps=8):
+    target, folder, answers = world
+    config = OmegaConf.create(
+        {
+            "held_out": 8, "steps": steps, "sequences_per_step": 4, "slots_per_step": 64, "block_lengths": [2, 4],
+            "gamma": 4.0, "lr": 1e-2, "warmup": 2, "decay": 0.5, "weight_decay": 0.01, "seed": 0,
+        }
+    )  # fmt: skip
+    torch.manual_seed(0)
+    drafter = BlockDiffusionDrafter(target, SHAPE, draft_vocabulary(answers, 50))
+    drafter.initialise(scale=1.0)
+    return Trainer(drafter.prepare_training(), FeatureStore(folder, TAPS, LAYERS), config)
+
+
+def test_features_are_what_the_target_computes(world):
+    target, folder, answers = world
+    store = FeatureStore(folder, TAPS, LAYERS)
+    batch = store.batch([5, 9], torch.tensor([[3], [3]]))
+    for row, index in enumerate((5, 9)):
+        ids = torch.tensor([answers[index]["prompt_ids"] + answers[index]["response_ids"]])
+        cache = RaggedCache(1, ids.shape[1])
+        result = target.forward(ids, cache, TAPS)
+        length = ids.shape[1]
+        assert torch.equal(batch.ids[row, :length], ids[0])
+        for mine, theirs in zip(batch.taps, result.taps, strict=True):
+            torch.testing.assert_close(mine[row, :length], theirs[0], atol=0.05, rtol=0.05)
+        for layer in LAYERS:
+            torch.testing.assert_close(
+                batch.keys[layer][row, :, :length], cache.layer(layer)[0][0], atol=0.05, rtol=0.05
+            )
+
+
+def test_building_goes_on_where_it_stopped_and_refuses_other_answers(world, tmp_path):
+    target, folder, answers = world
+    build(tmp_path, target, answers, TAPS, LAYERS)
+    (tmp_path / "done").write_text("0")
+    build(tmp_path, target, answers, TAPS, LAYERS)
+    first, second = FeatureStore(folder, TAPS, LAYERS), FeatureStore(tmp_path, TAPS, LAYERS)
+    assert torch.equal(first.taps[1], second.taps[1])
+    with pytest.raises(ConfigError, match="other answers"):
+        build(tmp_path, target, answers[:5], TAPS, LAYERS)
+    with pytest.raises(ConfigError, match="tap 2, layer 0"):
+        FeatureStore(folder, (2,), (0,))
+
+
+def test_labels_are_the_tokens_behind_the_anchor(world):
+    _, folder, answers = world
+    store = FeatureStore(folder, TAPS, LAYERS)
+    batch, labels = blocks(store, [0, 30], 16, 4, torch.Generator().manual_seed(0))
+    for row, index in enumerate((0, 30)):
+        ids = answers[index]["prompt_ids"] + answers[index]["response_ids"]
+        for anchor, found in zip(batch.anchors[row].tolist(), labels[row].tolist(), strict=True):
+            assert anchor >= len(answers[index]["prompt_ids"])
+            assert found == (ids[anchor + 1 : anchor + 5] + [-1] * 4)[:4]
+
+
+def test_a_resumed_run_is_the_unbroken_run(world, tmp_path):
+    unbroken = trainer(world)
+    losses = [unbroken.train_step() for _ in range(8)]
+    broken = trainer(world)
+    again = [broken.train_step() for _ in range(3)]
+    broken.save(tmp_path / "state.pt")
+    resumed = trainer(world)
+    resumed.restore(tmp_path / "state.pt")
+    again += [resumed.train_step() for _ in range(5)]
+    assert again == losses
+    for mine, theirs in zip(resumed.drafter.parameters(), unbroken.drafter.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_loss_falls_and_untrained_columns_never_win(world):
+    run = trainer(world, steps=60)
+    losses = [run.train_step() for _ in range(60)]
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+    figures = run.evaluate()
+    assert 1 <= figures["top1_length"] <= figures["oracle_length"] <= 5
+    assert run.drafter.head.weight.shape[0] == len(run.drafter.draft_ids) <= 50
+
+
+def test_the_published_architecture_trains_too(world, tmp_path):
+    target, folder, answers = world
+    config = trainer(world, steps=40).config
+    config.update({"backbone": "dflash", "target_layers": [1, 3], "taps": [0, 3], "block_size": 4, "draft_ids": None})
+    store = FeatureStore(folder, TAPS, ())
+    torch.manual_seed(0)
+    drafter = new_drafter(config, target, store, draft_vocabulary(answers, 50))
+    run = Trainer(drafter.prepare_training(), store, config)
+    losses = [run.train_step() for _ in range(40)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    drafter.save(tmp_path, target_identity(target, LetterTokenizer()), {})
+    assert type(load_drafter(tmp_path, target, LetterTokenizer())) is type(drafter)
+
+
+def test_the_learning_rate_warms_up_stays_and_falls(world):
+    run = trainer(world, steps=20)
+    rates = []
+    for run.step in range(20):
+        rates.append(run.learning_rate())
+    assert rates[0] == pytest.approx(5e-3)
+    assert rates[1:11] == pytest.approx([1e-2] * 10)
+    assert rates[15] == pytest.approx(5e-3)
+
+
+def test_a_trained_checkpoint_drafts_and_its_corrector_trains(world, tmp_path):
+    target, folder, _ = world
+    run = trainer(world, steps=30)
+    for _ in range(30):
+        run.train_step()
+    run.drafter.save(tmp_path, target_identity(target, LetterTokenizer()), {"steps": 30})
+    drafter = load_drafter(tmp_path, target, LetterTokenizer())
+    config = OmegaConf.create({"held_out": 8, "seed": 0, "blocks": 200, "passes": 4})
+    training, held_out = train_corrector.collect(drafter, FeatureStore(folder, TAPS, LAYERS), config)
+    assert len(training.labels) >= 200
+    torch.manual_seed(0)
+    corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 32))
+    embedding = deepcopy(target.embedding).float()
+    before = train_corrector.lengths(corrector, held_out, embedding)
+    assert before["selected"] == before["top1"] <= before["oracle"]
+    optimizer = torch.optim.AdamW(corrector.parameters(), lr=1e-2)
+    losses = []
+    for step in range(60):
+        index = torch.randint(len(training.labels), (64,), generator=torch.Generator().manual_seed(step))
+        loss = train_corrector.teacher_forced_loss(corrector, training.select(index), embedding, 4.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    after = train_corrector.lengths(corrector, held_out, embedding)
+    assert before["top1"] < after["selected"] <= after["oracle"]
+
+
+def test_answers_too_short_for_a_block_are_skipped(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    lines = [{"prompt_ids": [5], "response_ids": [3] * length} for length in (1, 3, 4, 9)]
+    lines.append({"prompt_ids": [], "response_ids": []})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sorted(len(answer["response_ids"]) for answer in read_answers(file)) == [4, 9]
