@@ -15,6 +15,7 @@ Shapes: R rows, n slots, K candidates, H hidden size, D width of a representatio
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -75,34 +76,38 @@ class Corrector(nn.Module):
         self.pair_out = nn.Linear(pair, 1, bias=False)
         nn.init.zeros_(self.pair_out.weight)
 
-    def forward(self, lattice: Lattice, embedding: nn.Module) -> Scores:
-        """Score all pairs of a lattice; `embedding` is the target's input embedding (ids -> [..., H])."""
-        anchor_RM, before_RnKM, after_RnKM = self.terms(lattice, embedding)
-        first = self.pair(anchor_RM[:, None] + after_RnKM[:, 0])
-        rest = self.pair(before_RnKM[:, :-1, :, None] + after_RnKM[:, 1:, None])
+    def forward(self, lattice: Lattice, table: Tensor) -> Scores:
+        """Score all pairs of a lattice; `table` [V, D] is what `token_table` makes of the target's embedding."""
+        anchor_RD, others_RnKD, states_RnM = self.represent(lattice, lambda ids: F.embedding(ids, table))
+        after_RnKM = self.pair_after(others_RnKD) + states_RnM[:, :, None]
+        first = self.pair(self.pair_before(anchor_RD)[:, None] + after_RnKM[:, 0])
+        rest = self.pair(self.pair_before(others_RnKD[:, :-1])[:, :, :, None] + after_RnKM[:, 1:, None])
         return Scores(lattice.log_probs[:, 0] + first, lattice.log_probs[:, 1:, None] + rest)
 
-    def terms(self, lattice: Lattice, embedding: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-        """The summands of the first layer: of the anchor as a predecessor [R, M], of every candidate as a predecessor
-        [R, n, K, M], and of every candidate as a successor together with its pair of slots [R, n, K, M]."""
+    def token_table(self, embedding: Tensor) -> Tensor:
+        """Projections [.., D] of token embeddings [.., H]: of the whole vocabulary once, before decoding."""
+        return self.token(_norm(embedding))
+
+    def represent(self, lattice: Lattice, tokens: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Representations of the anchor [R, D] and of all candidates [R, n, K, D], and the summand [R, n, M] of each
+        pair of slots. `tokens` gives the projections [.., D] of token ids [..]."""
         hidden_RnH = _norm(torch.cat([lattice.anchor_hidden[:, None], lattice.hidden], dim=1))  # slot 0 is the anchor
         states_RnM = self.pair_state(_norm(self.state(torch.cat([hidden_RnH[:, :-1], hidden_RnH[:, 1:]], dim=-1))))
         slots_RnD = self.slot(hidden_RnH)  # [R, n + 1, D]
         certain = torch.zeros_like(lattice.log_probs[:, 0, :1])  # the anchor's log-probability
-        anchor_R1D = self._represent(lattice.anchors[:, None], certain, slots_RnD[:, 0], embedding)
-        others_RnKD = self._represent(lattice.ids, lattice.log_probs, slots_RnD[:, 1:], embedding)
-        after_RnKM = self.pair_after(others_RnKD) + states_RnM[:, :, None]
-        return self.pair_before(anchor_R1D)[:, 0], self.pair_before(others_RnKD), after_RnKM
+        anchor_R1D = self._represent(tokens(lattice.anchors[:, None]), certain, slots_RnD[:, 0])
+        others_RnKD = self._represent(tokens(lattice.ids), lattice.log_probs, slots_RnD[:, 1:])
+        return anchor_R1D[:, 0], others_RnKD, states_RnM
 
     def pair(self, summed: Tensor) -> Tensor:
         """Pair scores [...] float32 of summed first layers [..., M] (overwritten)."""
         return self.pair_out(F.relu_(summed)).squeeze(-1).float()
 
-    def _represent(self, ids: Tensor, log_probs: Tensor, slots: Tensor, embedding: nn.Module) -> Tensor:
-        """Representations [..., K, D] of candidates: ids and log_probs [..., K], slots [..., D]."""
-        rank = torch.arange(ids.shape[-1], device=ids.device) / 16.0
+    def _represent(self, tokens: Tensor, log_probs: Tensor, slots: Tensor) -> Tensor:
+        """Representations [..., K, D] of candidates: tokens [..., K, D], log_probs [..., K], slots [..., D]."""
+        rank = torch.arange(log_probs.shape[-1], device=log_probs.device) / 16.0
         scalars = torch.stack([log_probs, log_probs - log_probs[..., :1], rank.expand_as(log_probs)], dim=-1)
-        return _norm(self.token(_norm(embedding(ids))) + slots[..., None, :] + self.scalars(scalars.to(slots.dtype)))
+        return _norm(tokens + slots[..., None, :] + self.scalars(scalars.to(slots.dtype)))
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -61,6 +61,9 @@ class DCOCODecoder:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.corrector = corrector
+        with torch.inference_mode():
+            embedding = target.embedding_weight()
+            self.token_table = None if corrector is None else corrector.token_table(embedding)  # [V, D]
         self.eos_ids = frozenset(eos_ids)
         self.rule = rule
         self.max_rows = max_rows
@@ -122,8 +125,8 @@ class DCOCODecoder:
         if isinstance(lattice, Draft):
             return lattice
         batch.lattice_ids = lattice.ids
-        if batch.method == "dcoco" and self.corrector is not None:
-            scores = self.corrector(lattice, self.target.embedding)
+        if batch.method == "dcoco" and self.corrector is not None and self.token_table is not None:
+            scores = self.corrector(lattice, self.token_table)
         else:
             scores = Scores.unary(lattice)
         return walk(lattice, scores, batch.sampling, positions, sampled=self.rule == "sampled")

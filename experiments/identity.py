@@ -2,8 +2,9 @@
 
     python -m experiments.identity target=smollm2_135m prompts=200 seeds=50
 
-Greedy and sampled (rule `match`: the same seed gives the same text). Where a text parts, the float64 gap between the two
-best logits there is reported: a gap at rounding level is a tie, anything else a fault, and the exit status says so.
+Greedy and sampled (rule `match`: the same seed gives the same text). Where a text parts, the float64 gap between the
+logits of the two tokens is reported: a gap at rounding level is a tie, anything else a fault, and the exit status says
+so.
 """
 
 import json
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dcoco import DCOCODecoder, RequestOutput, SamplingParams
+from dcoco.decoder import Method
 from dcoco.targets import load_target
 from experiments.benchmarks import load_benchmark
 from experiments.environment import CONF, describe
@@ -48,7 +50,7 @@ def main(config: DictConfig) -> None:
     faults = 0
     for name, (asked, params) in rounds.items():
         asked = asked[: len(params)]
-        outputs: dict[str, list[RequestOutput]] = {"plain": [], "dcoco": []}
+        outputs: dict[Method, list[RequestOutput]] = {"plain": [], "dcoco": []}
         for start in tqdm(range(0, len(asked), config.rows), desc=name, unit="batch"):
             part = slice(start, start + config.rows)
             for method, done in outputs.items():
@@ -76,7 +78,7 @@ def main(config: DictConfig) -> None:
 
 
 def difference(config: DictConfig, plain: RequestOutput, other: RequestOutput) -> dict[str, Any]:
-    """Where two answers part, and how far apart the two tokens' logits are there in float64 (None: one answer ended)."""
+    """Where two answers part, and how far apart the two tokens' logits are there in float64 (None: one ended)."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), None)
     if index is None:

@@ -60,6 +60,7 @@ def main(config: DictConfig) -> None:
     store = FeatureStore(Path(config.features), drafter.taps, drafter.config.target_layers)
     training, held_out = collect(drafter, store, config)
 
+    embedding = target.embedding_weight()
     torch.manual_seed(config.seed)
     corrector = Corrector(CorrectorConfig(target.hidden_size, config.width, config.pair_width))
     optimizer = torch.optim.AdamW(corrector.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
@@ -76,7 +77,7 @@ def main(config: DictConfig) -> None:
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * min(1.0, (step + 1) / 50, (config.steps - step) / (0.5 * config.steps))
             with torch.autocast("cpu", torch.bfloat16):
-                loss = teacher_forced_loss(corrector, training.select(index), target.embedding, config.gamma)
+                loss = teacher_forced_loss(corrector, training.select(index), embedding, config.gamma)
             loss.backward()
             nn.utils.clip_grad_norm_(corrector.parameters(), 1.0)
             optimizer.step()
@@ -85,7 +86,7 @@ def main(config: DictConfig) -> None:
             bar.update()
             bar.set_postfix(loss=f"{loss.item():.3f}")
             if step % config.save_every == 0 or step == config.steps:
-                figures = lengths(corrector, held_out, target.embedding)
+                figures = lengths(corrector, held_out, embedding)
                 tqdm.write(json.dumps({"step": step, "loss": round(loss.item(), 4), **figures}))
                 with (run / "log.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": loss.item(), **figures}) + "\n")
@@ -94,7 +95,7 @@ def main(config: DictConfig) -> None:
                 state_file.with_suffix(".tmp").replace(state_file)
     checkpoint = run / "checkpoint"
     shutil.copytree(folder, checkpoint, dirs_exist_ok=True)
-    recipe = {"config": OmegaConf.to_container(config), "figures": lengths(corrector, held_out, target.embedding)}
+    recipe = {"config": OmegaConf.to_container(config), "figures": lengths(corrector, held_out, embedding)}
     save_corrector(checkpoint, corrector, recipe | describe())
 
 
@@ -128,32 +129,42 @@ def _join(parts: list[Blocks]) -> Blocks:
     return Blocks(lattice, torch.cat([part.labels for part in parts]))
 
 
-def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: nn.Module, gamma: float) -> Tensor:
-    """Weighted cross-entropy of the true candidate after its true predecessor."""
+def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor, gamma: float) -> Tensor:
+    """Weighted cross-entropy of the true candidate after its true predecessor; `embedding` [V, H] is the target's."""
     lattice, labels_Nn = blocks.lattice, blocks.labels
     is_truth = lattice.ids == labels_Nn[..., None]
-    reachable = is_truth.any(-1).long().cumprod(-1)  # the truth is on the lattice, here and at all slots before
+    reachable = is_truth.any(-1).long().cumprod(-1).bool()  # the truth is on the lattice, here and at all slots before
     truth_Nn = is_truth.long().argmax(-1)
-    anchor_NM, before_NnKM, after_NnKM = corrector.terms(lattice, embedding)
-    index = truth_Nn[:, :-1, None, None].expand(-1, -1, 1, before_NnKM.shape[-1])
-    before = torch.cat([anchor_NM[:, None], before_NnKM[:, :-1].gather(2, index).squeeze(2)], dim=1)
-    scores_NnK = lattice.log_probs + corrector.pair(before[:, :, None] + after_NnKM)
-    losses = F.cross_entropy(scores_NnK.flatten(0, 1), truth_Nn.flatten(), reduction="none").view(labels_Nn.shape)
-    weights = torch.exp(-torch.arange(labels_Nn.shape[1]) / gamma) * reachable
+    used, column = torch.unique(torch.cat([lattice.anchors, lattice.ids.flatten()]), return_inverse=True)
+    table, count = corrector.token_table(embedding[used].float()), len(lattice.anchors)  # each token projected once
+    anchor_column, column = column[:count, None], column[count:].view(lattice.ids.shape)
+    anchor_ND, others_NnKD, states_NnM = corrector.represent(
+        lattice, lambda ids: F.embedding(anchor_column if ids.ndim == 2 else column, table)
+    )
+    index = truth_Nn[:, :-1, None, None].expand(-1, -1, 1, others_NnKD.shape[-1])
+    before_NnD = torch.cat([anchor_ND[:, None], others_NnKD[:, :-1].gather(2, index).squeeze(2)], dim=1)
+    # From here on only the slots that count: S of them.
+    before_SM = corrector.pair_before(before_NnD[reachable])
+    after_SKM = corrector.pair_after(others_NnKD[reachable]) + states_NnM[reachable][:, None]
+    scores_SK = lattice.log_probs[reachable] + corrector.pair(before_SM[:, None] + after_SKM)
+    losses = F.cross_entropy(scores_SK, truth_Nn[reachable], reduction="none")
+    weights = torch.exp(-torch.arange(labels_Nn.shape[1]) / gamma).expand(labels_Nn.shape)[reachable]
     return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
 @torch.no_grad()
-def lengths(corrector: Corrector, blocks: Blocks, embedding: nn.Module) -> dict[str, float]:
+def lengths(corrector: Corrector, blocks: Blocks, embedding: Tensor) -> dict[str, float]:
     """Mean acceptance lengths over whole blocks: the corrected walk, the plain drafter, the lattice's best path."""
     found: dict[str, list[Tensor]] = {"selected": [], "top1": [], "oracle": []}
+    with torch.autocast("cpu", torch.bfloat16):
+        table = corrector.token_table(embedding.float())
     whole = (blocks.labels >= 0).all(-1).nonzero().squeeze(1)
     for index in whole.split(256):
         part = blocks.select(index)
         lattice, labels = part.lattice, part.labels
         greedy = SamplingBatch.stack([SamplingParams()] * len(index), [0] * len(index))
         with torch.autocast("cpu", torch.bfloat16):
-            scores: Scores = corrector(lattice, embedding)
+            scores: Scores = corrector(lattice, table)
         hits = {
             "selected": walk(lattice, scores, greedy, lattice.ids[..., 0]).tokens == labels,
             "top1": lattice.ids[..., 0] == labels,

@@ -16,12 +16,15 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
 import torch.nn.functional as F
+from diffusers.training_utils import EMAModel
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -61,14 +64,16 @@ def main(config: DictConfig) -> None:
             if trainer.step == math.ceil(config.steps * (1 - config.decay)):
                 trainer.save(run / "before_decay.pt")
             if last or trainer.step % config.save_every == 0:
-                figures = trainer.evaluate()
+                with trainer.averaged():
+                    figures = trainer.evaluate()
                 tqdm.write(json.dumps({"step": trainer.step, **figures}))
                 with (run / "log.jsonl").open("a") as file:
                     file.write(json.dumps({"step": trainer.step, "seconds": round(trainer.seconds), **figures}) + "\n")
                 trainer.save(run / "state.pt")
                 recipe = {"config": OmegaConf.to_container(config), "figures": figures, **describe()}
                 recipe |= {"steps": trainer.step, "seconds": round(trainer.seconds)}
-                drafter.save(run / "checkpoint", target_identity(target, tokenizer), recipe)
+                with trainer.averaged():
+                    drafter.save(run / "checkpoint", target_identity(target, tokenizer), recipe)
 
 
 def new_drafter(config: DictConfig, target: Target, store: FeatureStore, draft_ids: Tensor | None) -> Any:
@@ -114,6 +119,8 @@ class Trainer:
             {"params": [p for p in trained if id(p) not in decayed], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        self.trained = trained
+        self.average = EMAModel(trained, decay=config.ema, use_ema_warmup=True, power=0.75) if config.ema else None
         # From draft id to its column in the draft vocabulary, -100 (ignored by the loss) for ids that can't be drafted.
         self.column_of = torch.full((drafter.vocab_size,), -100)
         self.column_of[drafter.draft_ids] = torch.arange(len(drafter.draft_ids))
@@ -141,6 +148,8 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            self.average.step(self.trained)
         self.step += 1
         self.seconds += time.perf_counter() - begun
         return first
@@ -178,6 +187,16 @@ class Trainer:
             "oracle_accuracy": [round(value, 4) for value in any_.float().mean(0).tolist()],
         }
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the drafter's weights are their exponential moving average, where one is kept."""
+        if self.average:
+            self.average.store(self.trained)
+            self.average.copy_to(self.trained)
+        yield
+        if self.average:
+            self.average.restore(self.trained)
+
     def save(self, file: Path) -> None:
         """Write everything that an exact resume needs."""
         weights = {name: p for name, p in self.drafter.state_dict().items() if not name.startswith("head.")}
@@ -186,6 +205,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
+            "average": self.average.state_dict() if self.average else None,
         }
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
@@ -197,6 +217,8 @@ class Trainer:
             self.drafter.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
+            if self.average and state.get("average"):
+                self.average.load_state_dict(state["average"])
 
     def _sequences_of_step(self) -> list[int]:
         """The sequences of this step: a shuffled epoch, cut into batches of similar length to save padding."""

@@ -88,6 +88,10 @@ class Target:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
+    def embedding_weight(self) -> Tensor:
+        """The table of token embeddings [V, H]."""
+        return self.embedding.get_parameter("weight")
+
     def head_weight(self, ids: Tensor) -> Tensor:
         """The head's weight rows [len(ids), H] of some tokens, unpacked."""
         if isinstance(self.head, PackedLinear):

@@ -2,11 +2,9 @@
 
 import errno
 import hashlib
+import multiprocessing
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -145,6 +143,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> list[Path]:
 
     monkeypatch.setattr(fetch_module, "_convert", convert)
     monkeypatch.setattr(fetch_module, "_download", download)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # on a busy disk each takes seconds; the test below does them
     return made
 
 
@@ -292,43 +291,39 @@ def test_cache_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert fetch_module.cache_folder() == tmp_path / "xdg" / "dcoco" / "targets"
 
 
-# A second process that stops half way through writing the weights, says so, and goes on when told to.
-SLOW_RUN = """
-import sys, time
-from pathlib import Path
-from dcoco import fetch as f
-from dcoco.targets import resolve_target
-gguf, said, go = map(Path, sys.argv[1:])
-def convert(file, folder):
-    folder.mkdir()
-    with (folder / "weights").open("wb") as out:
-        out.write(file.read_bytes()[:1000])
-        out.flush()
-        said.touch()
-        while not go.exists():
-            time.sleep(0.02)
-        out.write(file.read_bytes()[1000:])
-f._convert = convert
-f.fetch(resolve_target(str(gguf)))
-"""
+def slow_run(gguf_file: Path, said: Path, go: Path) -> None:
+    """Another process's fetch: stops half way through writing the weights, says so, and goes on when told to."""
+
+    def convert(file: Path, folder: Path) -> None:
+        folder.mkdir()
+        with (folder / "weights").open("wb") as out:
+            out.write(file.read_bytes()[:1000])
+            out.flush()
+            said.touch()
+            while not go.exists():
+                time.sleep(0.02)
+            out.write(file.read_bytes()[1000:])
+
+    fetch_module._convert = convert
+    fetch(resolve_target(str(gguf_file)))
 
 
-def start_slow_run(tiny: Tiny, tmp_path: Path) -> tuple[subprocess.Popen, Path]:
+def start_slow_run(tiny: Tiny, tmp_path: Path) -> tuple[multiprocessing.Process, Path]:
     said, go = tmp_path / "said", tmp_path / "go"
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    run = subprocess.Popen([sys.executable, "-c", SLOW_RUN, str(tiny.gguf), str(said), str(go)], env=environment)
+    # Forked: a fresh interpreter would spend seconds on importing torch.
+    run = multiprocessing.get_context("fork").Process(target=slow_run, args=(tiny.gguf, said, go))
+    run.start()
     deadline = time.monotonic() + 60
     while not said.exists():
-        assert run.poll() is None and time.monotonic() < deadline
+        assert run.is_alive() and time.monotonic() < deadline
         time.sleep(0.02)
     return run, go
 
 
 def test_killed_run_leaves_nothing_that_counts(tiny: Tiny, cache: Path, tmp_path: Path, stub: list[Path]) -> None:
     run, _ = start_slow_run(tiny, tmp_path)
-    run.send_signal(signal.SIGKILL)
-    run.wait()
+    run.kill()
+    run.join()
     assert [name.endswith(".partial") for name in entries(cache)] == [True]
     folder = fetch(resolve_target(str(tiny.gguf)))
     assert len(stub) == 1 and entries(cache) == [folder.name]
@@ -346,7 +341,8 @@ def test_two_runs_at_once_share_one_result(
     assert second.is_alive() and "waiting" in capsys.readouterr().err
     go.touch()
     second.join(timeout=60)
-    assert run.wait(timeout=60) == 0
+    run.join(timeout=60)
+    assert run.exitcode == 0
     assert stub == [] and entries(cache) == [found[0].name]
     assert (found[0] / "weights").read_bytes() == tiny.gguf.read_bytes()
 

@@ -89,7 +89,7 @@ def test_the_corrector_scores_pairs_as_documented():
     embedding = torch.nn.Embedding(20, HIDDEN)
     given = lattice()
     with torch.no_grad():
-        values = corrector(given, embedding)
+        values = corrector(given, corrector.token_table(embedding.weight))
 
         def unit(x):
             return x / (x.pow(2).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
@@ -119,7 +119,8 @@ def test_the_corrector_scores_pairs_as_documented():
 def test_an_untrained_corrector_changes_no_score():
     given = lattice()
     with torch.no_grad():
-        values = Corrector(CorrectorConfig(HIDDEN, 6, 10))(given, torch.nn.Embedding(20, HIDDEN))
+        corrector = Corrector(CorrectorConfig(HIDDEN, 6, 10))
+        values = corrector(given, corrector.token_table(torch.randn(20, HIDDEN)))
     plain = Scores.unary(given)
     assert torch.equal(values.first, plain.first)
     assert torch.equal(values.rest, plain.rest)

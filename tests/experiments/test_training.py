@@ -1,7 +1,6 @@
 """Training: features are the target's own, a resumed run is the unbroken one, the loss falls."""
 
 import json
-from copy import deepcopy
 
 import pytest
 import torch
@@ -42,7 +41,7 @@ def trainer(world, steps=8):
     config = OmegaConf.create(
         {
             "held_out": 8, "steps": steps, "sequences_per_step": 4, "slots_per_step": 64, "block_lengths": [2, 4],
-            "gamma": 4.0, "lr": 1e-2, "warmup": 2, "decay": 0.5, "weight_decay": 0.01, "seed": 0,
+            "gamma": 4.0, "lr": 1e-2, "warmup": 2, "decay": 0.5, "weight_decay": 0.01, "seed": 0, "ema": 0.9,
         }
     )  # fmt: skip
     torch.manual_seed(0)
@@ -152,7 +151,7 @@ def test_a_trained_checkpoint_drafts_and_its_corrector_trains(world, tmp_path):
     assert len(training.labels) >= 200
     torch.manual_seed(0)
     corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 32))
-    embedding = deepcopy(target.embedding).float()
+    embedding = target.embedding_weight().float()
     before = train_corrector.lengths(corrector, held_out, embedding)
     assert before["selected"] == before["top1"] <= before["oracle"]
     optimizer = torch.optim.AdamW(corrector.parameters(), lr=1e-2)
