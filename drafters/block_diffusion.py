@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from drafters import block_attention
 from drafters.base import Lattice, TrainingBatch
+from drafters.block import BlockDrafter
 from drafters.block_attention import BlockContext
 from drafters.checkpoint import load_strictly, read_config, read_tensors
 from verifier import attention
@@ -78,7 +79,7 @@ class LastFeatures:
         self.features[target] = self.features[source]
 
 
-class BlockDiffusionDrafter(nn.Module):
+class BlockDiffusionDrafter(BlockDrafter):
     """Drafts a block in one pass over copies of the target's layers.
 
     Args:
@@ -211,11 +212,7 @@ class BlockDiffusionDrafter(nn.Module):
         assert self.head is not None, "prepare() or prepare_training() sets the head"
         return self.head(hidden)
 
-    def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
-        """Hidden states [R, A, n, H] of every slot of every block of a training batch (before the head)."""
-        return self._run_blocks(batch, slots)[1]
-
-    def _run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
+    def run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
         """Inputs and hidden states [R, A, n, H] of the blocks of a training batch."""
         rows, anchors = batch.anchors.shape
         index_RAH = (batch.anchors - 1)[..., None].expand(-1, -1, self.hidden_size)
@@ -260,19 +257,7 @@ class BlockDiffusionDrafter(nn.Module):
         hidden_RnH = self.body(
             inputs_embeds=inputs_RnH, attention_mask=mask, position_ids=positions_Rn, cache=cache, use_cache=True
         ).last_hidden_state
-        return self._lattice(anchors_R, inputs_RnH[:, 0], hidden_RnH)
-
-    def lattice_of_blocks(self, batch: TrainingBatch) -> Lattice:
-        """The lattices of full blocks of a training batch, its rows R times anchors A as rows."""
-        inputs_RAnH, hidden_RAnH = self._run_blocks(batch, self.block_size)
-        anchors = batch.ids.gather(1, batch.anchors).flatten()
-        return self._lattice(anchors, inputs_RAnH[:, :, 0].flatten(0, 1), hidden_RAnH.flatten(0, 1))
-
-    def _lattice(self, anchors_R: Tensor, anchor_hidden_RH: Tensor, hidden_RnH: Tensor) -> Lattice:
-        logits = self.logits(hidden_RnH).float()
-        top = logits.topk(min(self.config.candidates, logits.shape[-1]))
-        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
-        return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
+        return self.lattice(anchors_R, inputs_RnH[:, 0], hidden_RnH)
 
 
 def _unit(features: Tensor) -> Tensor:

@@ -16,17 +16,15 @@ Shapes: R rows, Q tokens a row, n slots, m block inputs, A anchors, K candidates
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
@@ -35,148 +33,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from drafters.base import Lattice, TrainingBatch
+from drafters.block import BlockDrafter
 from drafters.checkpoint import load_strictly, read_config, read_tensors
+from drafters.dflash_config import DFlashConfig
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.linear import PackedLinear, pack_linears
 from verifier.target import MaskMaker, Target
-
-# Qwen3Config has a default for each of these, which would be silently wrong.
-REQUIRED = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
-REQUIRED |= {"head_dim", "vocab_size", "max_position_embeddings"}
-# Of older transformers, or of no effect on the computation; Qwen3Config turns the first two into `rope_parameters`.
-OLDER = {"rope_theta", "rope_scaling", "torch_dtype", "auto_map", "pretraining_tp", "_name_or_path"}
-OURS = {"block_size", "num_target_layers", "dflash_config", "drafter", "target", "training"}
-INNER = {"mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "predicts", "candidates"}
-
-
-@dataclass(frozen=True)
-class DFlashConfig:
-    """Shape and conventions of a DFlash drafter: what its `config.json` says.
-
-    Attributes:
-        backbone: sizes, rotary embedding and norms of the draft layers.
-        taps: decoder layers of the target whose outputs are the features (`target_layer_ids`; -1: the embedding).
-        block_size: inputs of a full block, B.
-        predicts: "same" (published: B - 1 tokens drafted) or "next" (ours: B tokens).
-        mask_token_id: the token whose embedding fills the slots behind the anchor; None for a learned vector.
-        num_target_layers: layers of the target it was trained for; None where the checkpoint doesn't say.
-        candidates: tokens kept a slot, K.
-    """
-
-    backbone: Qwen3Config = field(repr=False)
-    taps: tuple[int, ...]
-    block_size: int
-    predicts: Literal["next", "same"]
-    mask_token_id: int | None = None
-    num_target_layers: int | None = None
-    candidates: int = 16
-
-    @property
-    def slots(self) -> int:
-        """Tokens that a full block drafts."""
-        return self.block_size if self.predicts == "next" else self.block_size - 1
-
-    @classmethod
-    def for_target(
-        cls, target: Target, layers: int, taps: Sequence[int], block_size: int = 8, mask_token_id: int | None = None
-    ) -> "DFlashConfig":
-        """A drafter to be trained for `target`, with `layers` draft layers of the same sizes; predicts "next"."""
-        theirs = target.config
-        rope = deepcopy(theirs.rope_parameters)
-        backbone = Qwen3Config(
-            hidden_size=theirs.hidden_size,
-            intermediate_size=theirs.intermediate_size,
-            num_hidden_layers=layers,
-            num_attention_heads=theirs.num_attention_heads,
-            num_key_value_heads=theirs.num_key_value_heads,
-            head_dim=getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads,
-            vocab_size=target.vocab_size,
-            max_position_embeddings=target.max_positions,
-            rms_norm_eps=theirs.rms_norm_eps,
-            rope_parameters=rope.get("full_attention", rope),  # Gemma 3 has one rotary embedding a layer type
-        )
-        return cls(backbone, tuple(taps), block_size, "next", mask_token_id, len(target.layers))
-
-    @classmethod
-    def from_dict(cls, raw: dict[str, Any]) -> "DFlashConfig":
-        """Read a `config.json`.
-
-        Raises:
-            DrafterError: a key is missing, contradicts another, or is unknown and set: it may change the computation.
-        """
-        inner = raw.get("dflash_config")
-        if not isinstance(inner, dict):
-            raise DrafterError("config.json has no dflash_config: this is not a DFlash drafter")
-        backbone_keys = set(Qwen3Config().to_dict()) | OLDER
-        _refuse_unknown(raw, backbone_keys | OURS, "config.json")
-        _refuse_unknown(inner, INNER, "dflash_config")
-        both = {**raw, **inner}
-        missing = sorted((REQUIRED | {"target_layer_ids", "block_size"}) - both.keys())
-        if "rope_theta" not in raw and "rope_parameters" not in raw:
-            missing.append("rope_theta")
-        if missing:
-            raise DrafterError(f"config.json of the drafter lacks {', '.join(missing)}; add what it was trained with")
-        for key in OURS & INNER & raw.keys():
-            if raw[key] != both[key]:
-                raise DrafterError(f"config.json sets {key}={raw[key]}, but dflash_config {key}={both[key]}")
-        try:
-            return cls(
-                Qwen3Config.from_dict({key: raw[key] for key in backbone_keys & raw.keys()}),
-                tuple(int(index) for index in inner["target_layer_ids"]),
-                int(both["block_size"]),
-                inner.get("predicts", "same"),
-                None if inner.get("mask_token_id") is None else int(inner["mask_token_id"]),
-                both.get("num_target_layers"),
-                int(inner.get("candidates", 16)),
-            )
-        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-            raise DrafterError(f"config.json of the drafter holds a value that can't be used: {error}") from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """The `config.json` that `from_dict` reads."""
-        inner = {
-            "mask_token_id": self.mask_token_id,
-            "target_layer_ids": list(self.taps),
-            "predicts": self.predicts,
-            "candidates": self.candidates,
-        }
-        return {
-            **self.backbone.to_dict(),
-            "architectures": ["DFlashDraftModel"],
-            "block_size": self.block_size,
-            "num_target_layers": self.num_target_layers,
-            "dflash_config": inner,
-        }
-
-    def check(self, target: Target) -> None:
-        """Raise DrafterError where the drafter doesn't fit the target or asks for what isn't built here."""
-        ours, layers, rows = self.backbone, len(target.layers), len(_table(target))
-        for name, value, fits in (
-            ("hidden_size", ours.hidden_size, target.hidden_size),
-            ("vocab_size", ours.vocab_size, target.vocab_size),
-            ("num_target_layers", self.num_target_layers, layers),
-        ):
-            if value not in (None, fits):
-                raise DrafterError(f"the drafter has {name}={value}, the target {fits}: it is another target's drafter")
-        if not self.taps or not all(-1 <= index < layers for index in self.taps):
-            raise DrafterError(f"target_layer_ids={list(self.taps)} must name layers -1..{layers - 1} of the target")
-        if self.predicts not in ("next", "same"):
-            raise DrafterError(f'predicts={self.predicts!r} must be "next", or "same" as in published checkpoints')
-        if self.slots < 1 or self.candidates < 1:
-            raise DrafterError(
-                f"block_size={self.block_size} with predicts={self.predicts!r} drafts {self.slots} tokens of "
-                f"candidates={self.candidates}: both must be at least 1"
-            )
-        if set(ours.layer_types or ()) != {"full_attention"}:
-            raise DrafterError(f"layer_types={ours.layer_types}: only draft layers with full_attention are built here")
-        if self.mask_token_id is not None:
-            ends = target.config.eos_token_id
-            if not 0 <= self.mask_token_id < rows:
-                raise DrafterError(f"mask_token_id={self.mask_token_id} must be 0..{rows - 1}, a row of the embedding")
-            if self.mask_token_id in (ends if isinstance(ends, list) else [ends]):
-                raise DrafterError(f"mask_token_id={self.mask_token_id} ends texts of the target; it can't be the mask")
 
 
 @dataclass
@@ -190,7 +54,7 @@ class DFlashState:
         self.cache.move(source, target)
 
 
-class DFlashDrafter(nn.Module):
+class DFlashDrafter(BlockDrafter):
     """Drafts a block in one pass over layers of its own, which attend to fused features of the target.
 
     The names of its modules are those of the published checkpoints. Weights are not set here: they come from `load` or,
@@ -252,7 +116,7 @@ class DFlashDrafter(nn.Module):
             elif isinstance(module, Qwen3RMSNorm):
                 nn.init.ones_(module.weight)
         if self.mask_embedding is not None:
-            nn.init.normal_(self.mask_embedding, std=_table(target).float().std().item())
+            nn.init.normal_(self.mask_embedding, std=target.embedding_weight().float().std().item())
         if not target_layers:
             return
         self.fc.weight.copy_(torch.eye(self.hidden_size).repeat(1, len(self.taps)) / len(self.taps))
@@ -289,7 +153,7 @@ class DFlashDrafter(nn.Module):
 
     def block_inputs(self, anchors: Tensor, slots: int) -> Tensor:
         """Embeddings [..., m, H] of `[anchor, MASK, ...]`; m is n where `predicts` is "next", else n + 1."""
-        table = _table(self._target[0])
+        table = self._target[0].embedding_weight()
         masks = slots - 1 if self.config.predicts == "next" else slots
         mask = table[self.config.mask_token_id] if self.mask_embedding is None else self.mask_embedding
         anchor = F.embedding(anchors, table).to(self.norm.weight.dtype).unsqueeze(-2)
@@ -320,11 +184,7 @@ class DFlashDrafter(nn.Module):
             hidden = layer(hidden, attention_mask=mask, position_embeddings=rope, cache=cache)
         return self.norm(hidden)
 
-    def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
-        """Hidden states [R, A, n, H] of every slot of every block of a training batch (before the head)."""
-        return self._run_blocks(batch, slots)[1]
-
-    def _run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
+    def run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
         """Inputs [R, A, m, H] and hidden states [R, A, n, H] of the blocks of a training batch."""
         rows, positions = batch.ids.shape
         anchors, device = batch.anchors.shape[1], batch.ids.device
@@ -369,19 +229,7 @@ class DFlashDrafter(nn.Module):
         mask = self.masks.block(positions_Rm, extent)
         assert not isinstance(mask, dict), "one kind of layer, one mask"
         hidden_RnH = self.block(inputs_RmH, positions_Rm, mask, state.cache)[:, -slots:]
-        return self._lattice(anchors_R, inputs_RmH[:, 0], hidden_RnH)
-
-    def lattice_of_blocks(self, batch: TrainingBatch) -> Lattice:
-        """The lattices of full blocks of a training batch, its rows R times anchors A as rows."""
-        inputs_RAmH, hidden_RAnH = self._run_blocks(batch, self.block_size)
-        anchors = batch.ids.gather(1, batch.anchors).flatten()
-        return self._lattice(anchors, inputs_RAmH[:, :, 0].flatten(0, 1), hidden_RAnH.flatten(0, 1))
-
-    def _lattice(self, anchors_R: Tensor, anchor_hidden_RH: Tensor, hidden_RnH: Tensor) -> Lattice:
-        logits = self.logits(hidden_RnH).float()
-        top = logits.topk(min(self.config.candidates, logits.shape[-1]))
-        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
-        return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
+        return self.lattice(anchors_R, inputs_RmH[:, 0], hidden_RnH)
 
     def save(
         self, folder: str | Path, identity: dict[str, Any] | None = None, training: dict[str, Any] | None = None
@@ -442,17 +290,3 @@ class _TrainingContext:
             keys, values = torch.cat([context_keys, keys], dim=2), torch.cat([context_values, values], dim=2)
         self._layers[layer_idx] = keys, values
         return keys, values
-
-
-def _table(target: Target) -> Tensor:
-    """The target's embedding table [V, H], unscaled."""
-    return target.embedding.get_parameter("weight")
-
-
-def _refuse_unknown(settings: dict[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(key for key, value in settings.items() if key not in known and value not in (None, False))
-    if unknown:
-        raise DrafterError(
-            f"{where} sets {', '.join(unknown)}, unknown here: it may change what the drafter computes, so it isn't "
-            "ignored; remove it if it doesn't"
-        )

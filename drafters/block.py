@@ -1,0 +1,43 @@
+"""What block-diffusion drafters of both backbones share: hidden states of a block become a lattice.
+
+Shapes: R rows, A anchors a row, n slots, m block inputs, K candidates, H hidden size, W draft vocabulary.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from drafters.base import Lattice, TrainingBatch
+
+
+class BlockDrafter(nn.Module):
+    """Base of drafters that fill a block in one pass; a subclass says how a block is run."""
+
+    config: Any  # with `candidates`, the tokens kept a slot
+    block_size: int
+    draft_ids: Tensor  # [W] int64: the tokens that may be drafted
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., W] over the draft vocabulary."""
+        raise NotImplementedError
+
+    def run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
+        """Inputs [R, A, m, H] and hidden states [R, A, n, H] of the blocks of a training batch."""
+        raise NotImplementedError
+
+    def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
+        """Hidden states [R, A, n, H] of every slot of every block of a training batch (before the head)."""
+        return self.run_blocks(batch, slots)[1]
+
+    def lattice_of_blocks(self, batch: TrainingBatch) -> Lattice:
+        """The lattices of full blocks of a training batch, its rows R times anchors A as rows."""
+        inputs_RAmH, hidden_RAnH = self.run_blocks(batch, self.block_size)
+        anchors = batch.ids.gather(1, batch.anchors).flatten()
+        return self.lattice(anchors, inputs_RAmH[:, :, 0].flatten(0, 1), hidden_RAnH.flatten(0, 1))
+
+    def lattice(self, anchors_R: Tensor, anchor_hidden_RH: Tensor, hidden_RnH: Tensor) -> Lattice:
+        """The K best candidates of each slot, from the hidden states [R, n, H] of a block."""
+        logits = self.logits(hidden_RnH).float()
+        top = logits.topk(min(self.config.candidates, logits.shape[-1]))
+        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
+        return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
