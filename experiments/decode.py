@@ -63,11 +63,12 @@ class Cell:
             self.phase_seconds[phase] += stats.phase_seconds[phase]
         self.identical += plain is not None and plain.token_ids == output.token_ids
         for trace in output.trace or ():
+            top1, oracle = 1, 1  # of a round without a draft
             if trace.candidates is not None:
                 top1, oracle = lattice_lengths(trace.candidates, output.token_ids[trace.start :])
-                self.traced_rounds += 1
-                self.top1_tokens += top1
-                self.oracle_tokens += oracle
+            self.traced_rounds += 1
+            self.top1_tokens += top1
+            self.oracle_tokens += oracle
 
     def result(self, plain: "Cell | None") -> dict[str, Any]:
         """The cell as it stands in results.json."""
