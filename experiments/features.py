@@ -49,9 +49,11 @@ class FeatureStore:
     Args:
         folder: where the files are; made by `build`.
         taps, layers: which tensors are read back; they must be among those written.
+        device: where batches go; the store itself stays on disk.
     """
 
-    def __init__(self, folder: Path, taps: Sequence[int], layers: Sequence[int]):
+    def __init__(self, folder: Path, taps: Sequence[int], layers: Sequence[int], device: torch.device | str = "cpu"):
+        self.device = torch.device(device)
         meta = json.loads((folder / "meta.json").read_text())
         missing = [f"tap {tap}" for tap in taps if tap not in meta["taps"]]
         missing += [f"layer {layer}" for layer in layers if layer not in meta["layers"]]
@@ -73,11 +75,11 @@ class FeatureStore:
         spans = [slice(s.start, s.start + s.length) for s in (self.sequences[index] for index in chosen)]
 
         def gather(store: Tensor) -> Tensor:
-            return pad_sequence([store[span] for span in spans], batch_first=True)
+            return pad_sequence([store[span] for span in spans], batch_first=True).to(self.device)
 
         return TrainingBatch(
             ids=gather(self.ids).long(),
-            anchors=anchors_RA,
+            anchors=anchors_RA.to(self.device),
             taps=[gather(tap) for tap in self.taps],
             keys={layer: gather(store).transpose(1, 2) for layer, store in self.keys.items()},
             values={layer: gather(store).transpose(1, 2) for layer, store in self.values.items()},

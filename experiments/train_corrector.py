@@ -52,17 +52,18 @@ class Blocks:
 @hydra.main(version_base=None, config_path=CONF, config_name="train_corrector")
 def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    model, tokenizer, _ = load_target(config.target, dtype="bfloat16")
+    model, tokenizer, _ = load_target(config.target, dtype="bfloat16", device=config.device)
     target = Target(model, pack=False)
     folder, run = Path(config.drafter), Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
     drafter = load_drafter(folder, target, tokenizer)
-    store = FeatureStore(Path(config.features), drafter.taps, drafter.config.target_layers)
+    layers = getattr(drafter.config, "target_layers", ())  # DFlash keeps keys and values of its own
+    store = FeatureStore(Path(config.features), drafter.taps, layers, target.device)
     training, held_out = collect(drafter, store, config)
 
     embedding = target.embedding_weight()
     torch.manual_seed(config.seed)
-    corrector = Corrector(CorrectorConfig(target.hidden_size, config.width, config.pair_width))
+    corrector = Corrector(CorrectorConfig(target.hidden_size, config.width, config.pair_width)).to(target.device)
     optimizer = torch.optim.AdamW(corrector.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
     step, state_file = 0, run / "state.pt"
     if state_file.exists():
@@ -76,7 +77,7 @@ def main(config: DictConfig) -> None:
             index = torch.randint(len(training.labels), (config.blocks_per_step,), generator=random)
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * min(1.0, (step + 1) / 50, (config.steps - step) / (0.5 * config.steps))
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(target.device.type, torch.bfloat16):
                 loss = teacher_forced_loss(corrector, training.select(index), embedding, config.gamma)
             loss.backward()
             nn.utils.clip_grad_norm_(corrector.parameters(), 1.0)
@@ -148,7 +149,8 @@ def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor,
     after_SKM = corrector.pair_after(others_NnKD[reachable]) + states_NnM[reachable][:, None]
     scores_SK = lattice.log_probs[reachable] + corrector.pair(before_SM[:, None] + after_SKM)
     losses = F.cross_entropy(scores_SK, truth_Nn[reachable], reduction="none")
-    weights = torch.exp(-torch.arange(labels_Nn.shape[1]) / gamma).expand(labels_Nn.shape)[reachable]
+    fading = torch.exp(-torch.arange(labels_Nn.shape[1], device=labels_Nn.device) / gamma)
+    weights = fading.expand(labels_Nn.shape)[reachable]
     return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
@@ -156,14 +158,15 @@ def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor,
 def lengths(corrector: Corrector, blocks: Blocks, embedding: Tensor) -> dict[str, float]:
     """Mean acceptance lengths over whole blocks: the corrected walk, the plain drafter, the lattice's best path."""
     found: dict[str, list[Tensor]] = {"selected": [], "top1": [], "oracle": []}
-    with torch.autocast("cpu", torch.bfloat16):
+    device = blocks.labels.device
+    with torch.autocast(device.type, torch.bfloat16):
         table = corrector.token_table(embedding.float())
     whole = (blocks.labels >= 0).all(-1).nonzero().squeeze(1)
     for index in whole.split(256):
         part = blocks.select(index)
         lattice, labels = part.lattice, part.labels
-        greedy = SamplingBatch.stack([SamplingParams()] * len(index), [0] * len(index))
-        with torch.autocast("cpu", torch.bfloat16):
+        greedy = SamplingBatch.stack([SamplingParams()] * len(index), [0] * len(index), device)
+        with torch.autocast(device.type, torch.bfloat16):
             scores: Scores = corrector(lattice, table)
         hits = {
             "selected": walk(lattice, scores, greedy, lattice.ids[..., 0]).tokens == labels,

@@ -43,7 +43,7 @@ from verifier.target import Target
 @hydra.main(version_base=None, config_path=CONF, config_name="train_drafter")
 def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    model, tokenizer, _ = load_target(config.target)
+    model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
     run = Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def main(config: DictConfig) -> None:
     features = Path(config.features)
     layers = config.target_layers if config.backbone == "block_diffusion" else ()  # whose cache is read
     build(features, target, answers, config.store_taps or config.taps, config.store_layers or layers)
-    store = FeatureStore(features, config.taps, layers)
+    store = FeatureStore(features, config.taps, layers, target.device)
     drafter = new_drafter(config, target, store, draft_vocabulary(answers, config.draft_vocab_size))
     trainer = Trainer(drafter.prepare_training(), store, config)
     trainer.restore(run / "state.pt")
@@ -122,8 +122,8 @@ class Trainer:
         self.trained = trained
         self.average = EMAModel(trained, decay=config.ema, use_ema_warmup=True, power=0.75) if config.ema else None
         # From draft id to its column in the draft vocabulary, -100 (ignored by the loss) for ids that can't be drafted.
-        self.column_of = torch.full((drafter.vocab_size,), -100)
-        self.column_of[drafter.draft_ids] = torch.arange(len(drafter.draft_ids))
+        self.column_of = torch.full((drafter.vocab_size,), -100, device=store.device)
+        self.column_of[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=store.device)
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def learning_rate(self) -> float:
@@ -156,12 +156,13 @@ class Trainer:
 
     def loss(self, batch: TrainingBatch, labels_RAn: Tensor, slots: int) -> tuple[Tensor, float]:
         """Weighted cross-entropy, and that of slot 1 alone."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.store.device.type, torch.bfloat16):
             logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
         columns = torch.where(labels_RAn >= 0, self.column_of[labels_RAn.clamp(min=0)], -100)
         losses = F.cross_entropy(logits.float().flatten(0, 2), columns.flatten(), ignore_index=-100, reduction="none")
         losses = losses.view(-1, slots)
-        weights = torch.exp(-torch.arange(slots) / self.config.gamma) * (columns.view(-1, slots) >= 0)
+        fading = torch.exp(-torch.arange(slots, device=losses.device) / self.config.gamma)
+        weights = fading * (columns.view(-1, slots) >= 0)
         return (losses * weights).sum() / weights.sum().clamp(min=1e-6), losses[:, 0].mean().item()
 
     @torch.no_grad()
@@ -172,7 +173,7 @@ class Trainer:
         top1, oracle = [], []
         for start in range(0, len(self.held_out), 8):
             batch, labels_RAn = blocks(self.store, list(self.held_out[start : start + 8]), 32, slots, random)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(self.store.device.type, torch.bfloat16):
                 logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
             candidates = self.drafter.draft_ids[logits.topk(self.drafter.config.candidates).indices]
             full = (labels_RAn >= 0).all(-1)
@@ -213,7 +214,7 @@ class Trainer:
     def restore(self, file: Path) -> None:
         """Go on from a state, where there is one."""
         if file.exists():
-            state = torch.load(file, weights_only=True)
+            state = torch.load(file, weights_only=True, map_location=self.store.device)
             self.drafter.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]
@@ -244,8 +245,8 @@ def blocks(
     sequences = [store.sequences[index] for index in chosen]
     anchors_RA = torch.stack([random_anchors(sequence, anchors, random) for sequence in sequences])
     batch = store.batch(chosen, anchors_RA)
-    ahead_RAn = anchors_RA[..., None] + torch.arange(1, slots + 1)
-    ends = torch.tensor([sequence.length for sequence in sequences])
+    ahead_RAn = batch.anchors[..., None] + torch.arange(1, slots + 1, device=store.device)
+    ends = torch.tensor([sequence.length for sequence in sequences], device=store.device)
     tokens = batch.ids.gather(1, ahead_RAn.clamp(max=batch.ids.shape[1] - 1).flatten(1)).view(ahead_RAn.shape)
     return batch, torch.where(ahead_RAn < ends[:, None, None], tokens, -1)
 
