@@ -29,6 +29,7 @@ Method = Literal["dcoco", "top1", "plain"]
 Rule = Literal["match", "one_hot", "sampled"]
 METHODS = ("dcoco", "top1", "plain")
 RULES = ("match", "one_hot", "sampled")
+NO_DRAFTER = "none"
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
@@ -78,7 +79,8 @@ class DCOCODecoder:
         rule: Rule = "match",
         max_rows: int = 32,
     ) -> "DCOCODecoder":
-        """Load a target by name (conf/target), folder, hub id or GGUF file, with its default or the given drafter.
+        """Load a target by name (conf/target), folder, hub id or GGUF file, with its default or the given drafter
+        (a name in conf/drafter, a folder, a hub id; "none" for plain decoding only).
 
         `dtype=None` is bfloat16 where the device multiplies it natively, else float32. Raises TargetError,
         DrafterError, FetchError or ConfigError.
@@ -87,7 +89,8 @@ class DCOCODecoder:
         wrapped = Target(model)
         loaded: Drafter | None = None
         corrector = None
-        if name := drafter or source.drafter:
+        name = drafter or source.drafter
+        if name and name != NO_DRAFTER:
             folder = drafter_folder(resolve_drafter(name))
             loaded = load_drafter(folder, wrapped, tokenizer)
             corrector = load_corrector(folder, wrapped)

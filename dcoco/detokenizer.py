@@ -22,27 +22,35 @@ class Detokenizer:
         self._held = ""  # decoded, but maybe the start of a stop string
         self._ids: list[int] = []
         self._done = 0  # ids whose text has been taken
+        self._ends = [0]  # values that _done has had: between these, characters are whole
 
     def push(self, token_id: int) -> str:
         """Take one token; return the text that is settled by it ("" while a character or a stop string is open)."""
         self._ids.append(token_id)
-        start = max(0, self._done - CONTEXT)
+        start = self._start()
         before = self._decode(self._ids[start : self._done])
         after = self._decode(self._ids[start:])
         if after.endswith(REPLACEMENT) or len(after) <= len(before):
             return ""
         self._done = len(self._ids)
+        self._ends.append(self._done)
         return self._settle(after[len(before) :])
 
     def finish(self) -> str:
         """No more tokens: return what was held back, unfinished characters included."""
-        start = max(0, self._done - CONTEXT)
+        start = self._start()
         rest = self._decode(self._ids[start:])[len(self._decode(self._ids[start : self._done])) :]
         piece = self._held + ("" if self.stopped else rest)
         self._held = ""
         self._done = len(self._ids)
         self.text += piece
         return piece
+
+    def _start(self) -> int:
+        """Where to decode from: some tokens back, but never inside a character."""
+        while len(self._ends) > 1 and self._ends[1] <= self._done - CONTEXT:
+            self._ends.pop(0)
+        return self._ends[0] if self._ends[0] <= max(0, self._done - CONTEXT) else 0
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -198,12 +198,16 @@ class Engine:
         """Run the prompts of waiting requests in free rows; each yields its first token."""
         batch, first = self.batch, len(self.batch.requests)
         fresh = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - first))]
+        fresh.sort(key=lambda request: -len(request.prompt_ids))  # the prefill then runs ever fewer rows
         if not fresh:
             return []
         for request in fresh:
             request.begun = time.perf_counter()
         batch.requests += fresh
-        batch.cache.lengths[first : first + len(fresh)] = [0] * len(fresh)
+        for row in range(first, first + len(fresh)):
+            batch.cache.lengths[row] = 0
+            if batch.draft_state is not None:
+                batch.draft_state.reset(row)
         hidden_RH = self._prefill(fresh, first)
         sampling = SamplingBatch.stack([r.params for r in fresh], [r.seed for r in fresh], self.target.device)
         logits = self.target.logits(hidden_RH[:, None])
@@ -217,7 +221,7 @@ class Engine:
         return fresh
 
     def _prefill(self, fresh: list[Request], first: int) -> Tensor:
-        """Run prompts in chunks behind rows `first ..`; returns the hidden state [R, H] of each one's last token."""
+        """Run prompts, longest first, in chunks behind rows `first ..`; returns their last tokens' hidden states [R, H]."""
         cache, device = self.batch.cache, self.target.device
         rows = len(fresh)
         ends = [len(request.prompt_ids) for request in fresh]
@@ -228,14 +232,14 @@ class Engine:
         taps = self.drafter.taps if self.drafter else ()
         hidden_RH = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=device)
         for start in range(0, max(ends), PREFILL_CHUNK):
-            result = self.target.forward(ids[:, start : start + PREFILL_CHUNK], cache, taps, first)
-            counts = [max(0, min(end - start, PREFILL_CHUNK)) for end in ends]
+            running = sum(end > start for end in ends)  # the first rows: longer prompts come first
+            result = self.target.forward(ids[:running, start : start + PREFILL_CHUNK], cache, taps, first)
+            counts = [min(end - start, PREFILL_CHUNK) for end in ends[:running]]
             counts_R = torch.tensor(counts, device=device)
             if self.drafter is not None:
                 assert self.batch.draft_state is not None
                 self.drafter.observe(self.batch.draft_state, first, result.taps, counts_R)
-            last_RH = result.hidden[torch.arange(rows, device=device), (counts_R - 1).clamp(min=0)]
-            hidden_RH = torch.where((counts_R > 0)[:, None], last_RH, hidden_RH)
+            hidden_RH[:running] = result.hidden[torch.arange(running, device=device), counts_R - 1]
             for row, count in enumerate(counts):
                 cache.lengths[first + row] += count
         return hidden_RH

@@ -44,6 +44,9 @@ class DraftState(Protocol):
     def move(self, source: int, target: int) -> None:
         """Make row `target` a copy of row `source`."""
 
+    def reset(self, row: int) -> None:
+        """Forget a row: another request takes it over."""
+
 
 class Drafter(Protocol):
     """Proposes the next tokens of every row from what the target has computed."""

@@ -17,22 +17,35 @@ NAME = "dcoco_blocks"
 
 @dataclass
 class BlockContext:
-    """The target's keys and values by layer ([R, G, P, D]), and which context positions each block sees.
+    """The target's keys and values by layer ([R, G, P, D]), and which context positions each slot sees.
 
     Stands in for the cache: what the layers write is used for their own blocks only.
     """
 
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
-    bias: Tensor  # [R, 1, 1, A, 1, P]: 0 where visible, else very negative
+    biases: dict[int, Tensor]  # by layer [R, 1, 1, A, 1 or n, P]: 0 where visible, else very negative
 
     @classmethod
-    def before(cls, anchors: Tensor, keys: dict[int, Tensor], values: dict[int, Tensor]) -> "BlockContext":
-        """Blocks that see all positions before their anchors (int64 [R, A])."""
-        positions = torch.arange(next(iter(keys.values())).shape[2], device=anchors.device)
-        hidden = positions >= anchors[..., None]
-        bias = torch.zeros(hidden.shape, device=anchors.device).masked_fill_(hidden, torch.finfo(torch.float32).min)
-        return cls(keys, values, bias[:, None, None, :, None, :])
+    def before(
+        cls,
+        anchors: Tensor,
+        slots: int,
+        keys: dict[int, Tensor],
+        values: dict[int, Tensor],
+        windows: dict[int, int | None],
+    ) -> "BlockContext":
+        """Blocks that see what stands before their anchors (int64 [R, A]), as far as each layer's window goes."""
+        positions_P = torch.arange(next(iter(keys.values())).shape[2], device=anchors.device)
+        steps_n1 = torch.arange(slots, device=anchors.device)[:, None]
+        made: dict[int | None, Tensor] = {}
+        for window in set(windows.values()):
+            hidden = positions_P >= anchors[..., None, None]  # [R, A, 1, P]
+            if window is not None:
+                hidden = hidden | (positions_P <= anchors[..., None, None] + steps_n1 - window)
+            bias = torch.zeros(hidden.shape, device=anchors.device)
+            made[window] = bias.masked_fill_(hidden, torch.finfo(torch.float32).min)[:, None, None]
+        return cls(keys, values, {layer: made[window] for layer, window in windows.items()})
 
     def update(self, keys: Tensor, values: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """As `transformers.Cache.update`: nothing is kept."""
@@ -51,7 +64,8 @@ def block_attention(
 ) -> tuple[Tensor, None]:
     """Attend with query [R, N, A * n, D] to the context and to the own block in key and value [R, G, A * n, D]."""
     rows, heads, queries, size = query.shape
-    groups, blocks = key.shape[1], context.bias.shape[3]
+    bias = context.biases[module.layer_idx]  # type: ignore[index]
+    groups, blocks = key.shape[1], bias.shape[3]
     context_keys = context.keys[module.layer_idx].to(key.dtype)  # type: ignore[index]
     context_values = context.values[module.layer_idx].to(value.dtype)  # type: ignore[index]
     positions = context_keys.shape[2]
@@ -62,7 +76,7 @@ def block_attention(
     own_query = query.view(*shape, size)
     own_key, own_value = (x.view(rows, groups, 1, blocks, queries // blocks, size) for x in (key, value))
     inner = own_query @ own_key.transpose(-1, -2)
-    scores = torch.cat([outer.float() * scaling + context.bias, inner.float() * scaling], dim=-1)
+    scores = torch.cat([outer.float() * scaling + bias, inner.float() * scaling], dim=-1)
     weights = scores.softmax(-1).to(query.dtype)
     out = (weights[..., :positions].reshape(*folded, positions) @ context_values).view(*shape, size)
     out = out + weights[..., positions:] @ own_value

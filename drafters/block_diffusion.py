@@ -78,6 +78,9 @@ class LastFeatures:
     def move(self, source: int, target: int) -> None:
         self.features[target] = self.features[source]
 
+    def reset(self, row: int) -> None:
+        self.features[row] = 0
+
 
 class BlockDiffusionDrafter(BlockDrafter):
     """Drafts a block in one pass over copies of the target's layers.
@@ -100,6 +103,12 @@ class BlockDiffusionDrafter(BlockDrafter):
         self.body = _shallow_body(target, config.target_layers)
         self.body_config: Any = self.body.config
         self.masks = MaskMaker(self.body_config, target.dtype)
+        kinds = getattr(self.body_config, "layer_types", None) or [next(iter(self.masks.windows))] * len(
+            config.target_layers
+        )
+        self.windows = {
+            layer: self.masks.windows[kind] for layer, kind in zip(config.target_layers, kinds, strict=True)
+        }
         hidden = target.hidden_size
         self.slots = nn.Parameter(torch.zeros(config.block_size, hidden))
         self.feature_projections = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in config.taps)
@@ -133,6 +142,7 @@ class BlockDiffusionDrafter(BlockDrafter):
 
     def prepare_training(self) -> "BlockDiffusionDrafter":
         """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
+        self.to(self._target[0].device)
         self._set_head(torch.bfloat16)
         return self.train()
 
@@ -221,7 +231,7 @@ class BlockDiffusionDrafter(BlockDrafter):
         inputs = self.block_inputs(features, embedded, slots).view(rows, anchors * slots, self.hidden_size)
         positions_RAn = batch.anchors[..., None] + torch.arange(slots, device=batch.ids.device)
 
-        context = BlockContext.before(batch.anchors, batch.keys, batch.values)
+        context = BlockContext.before(batch.anchors, slots, batch.keys, batch.values, self.windows)
         self.body_config._attn_implementation = block_attention.NAME
         hidden = self.body(
             inputs_embeds=inputs,
@@ -255,7 +265,11 @@ class BlockDiffusionDrafter(BlockDrafter):
         positions_Rn, extent = cache.begin(0, rows, slots)
         mask = self.masks.block(positions_Rn, extent)
         hidden_RnH = self.body(
-            inputs_embeds=inputs_RnH, attention_mask=mask, position_ids=positions_Rn, cache=cache, use_cache=True
+            inputs_embeds=inputs_RnH,
+            attention_mask=mask,
+            position_ids=positions_Rn.clamp(max=self.max_positions - 1),
+            cache=cache,
+            use_cache=True,
         ).last_hidden_state
         return self.lattice(anchors_R, inputs_RnH[:, 0], hidden_RnH)
 

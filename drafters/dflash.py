@@ -53,6 +53,9 @@ class DFlashState:
     def move(self, source: int, target: int) -> None:
         self.cache.move(source, target)
 
+    def reset(self, row: int) -> None:
+        self.cache.lengths[row] = 0
+
 
 class DFlashDrafter(BlockDrafter):
     """Drafts a block in one pass over layers of its own, which attend to fused features of the target.

@@ -187,6 +187,8 @@ class TransformersRunner:
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=params.max_tokens,
+            repetition_penalty=1.0,  # whatever the model's generation config says
+            eos_token_id=list(self.decoder.eos_ids) or None,
             **(sample if params.temperature else {"do_sample": False}),
         )
         new = out[0, ids.shape[1] :].tolist()

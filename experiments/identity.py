@@ -2,8 +2,8 @@
 
     python -m experiments.identity target=smollm2_135m prompts=200 seeds=50
 
-Greedy and sampled (rule `match`: the same seed gives the same text). Where a text parts, the float64 gap between the
-logits of the two tokens is reported: a gap at rounding level is a tie, anything else a fault, and the exit status says
+Greedy and sampled (rule `match`: the same seed gives the same text). Where a text parts, the float64 gap between
+the two tokens is reported: a gap at rounding level is a tie, anything else a fault, and the exit status says
 so.
 """
 
@@ -23,6 +23,7 @@ from dcoco.decoder import Method
 from dcoco.targets import load_target
 from experiments.benchmarks import load_benchmark
 from experiments.environment import CONF, describe
+from verifier.sampling import Stream, exponential_noise
 
 TIE = 1e-3  # logits in float32 through 30 layers agree to about 1e-4
 
@@ -56,8 +57,10 @@ def main(config: DictConfig) -> None:
             for method, done in outputs.items():
                 done += decoder.generate(asked[part], params[part], method)
         pairs = list(zip(outputs["plain"], outputs["dcoco"], strict=True))
-        apart = [pair for pair in pairs if pair[0].token_ids != pair[1].token_ids]
-        found = [difference(config, *pair) for pair in apart]
+        apart = [
+            (one, *pair) for one, pair in zip(params, pairs, strict=True) if pair[0].token_ids != pair[1].token_ids
+        ]
+        found = [difference(config, *one) for one in apart]
         faults += sum(item["gap"] is None or item["gap"] > TIE for item in found)
         rounds_run = sum(output.stats.rounds for output in outputs["dcoco"])
         length = sum(output.stats.committed_tokens for output in outputs["dcoco"]) / max(1, rounds_run)
@@ -77,18 +80,25 @@ def main(config: DictConfig) -> None:
     sys.exit(1 if faults else 0)
 
 
-def difference(config: DictConfig, plain: RequestOutput, other: RequestOutput) -> dict[str, Any]:
-    """Where two answers part, and how far apart the two tokens' logits are there in float64 (None: one ended)."""
+def difference(
+    config: DictConfig, params: SamplingParams, plain: RequestOutput, other: RequestOutput
+) -> dict[str, Any]:
+    """Where two answers part, and in float64 how far apart the two tokens are there in what decides between them: the
+    logits or, above temperature 0, the race of exponential clocks (None: one answer ended before the other)."""
     pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), None)
     if index is None:
         return {"at": min(len(plain.token_ids), len(other.token_ids)), "gap": None}
     model, _, _ = load_target(config.target, dtype="float64", device=config.device)
     ids = torch.tensor([plain.prompt_token_ids + plain.token_ids[:index]])
+    tokens = torch.tensor([[[plain.token_ids[index], other.token_ids[index]]]])
     with torch.inference_mode():
-        logits = model(input_ids=ids.to(model.device)).logits[0, -1]
-    tokens = [plain.token_ids[index], other.token_ids[index]]
-    return {"at": index, "tokens": tokens, "gap": abs(float(logits[tokens[0]] - logits[tokens[1]]))}
+        score = model(input_ids=ids.to(model.device)).logits[0, -1].cpu()[tokens[0, 0]]
+        if params.temperature:
+            seed, position = torch.tensor([params.seed]), torch.tensor([[ids.shape[1]]])
+            noise = exponential_noise(seed, position, Stream.TARGET, tokens)[0, 0]
+            score = score / params.temperature - noise.double().log()
+    return {"at": index, "tokens": tokens.flatten().tolist(), "gap": abs(float(score[0] - score[1]))}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from dcoco import DCOCODecoder, SamplingParams
+from dcoco.decoder import NO_DRAFTER
 from dcoco.errors import ConfigError
 from experiments.environment import CONF
 
@@ -25,7 +26,11 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     prompts = read_prompts(Path(config.prompts), config.seed)[: config.limit]
     decoder = DCOCODecoder.from_pretrained(
-        config.target, device=config.device, dtype=config.dtype, max_rows=config.rows
+        config.target,
+        drafter=NO_DRAFTER if config.method == "plain" else config.drafter,
+        device=config.device,
+        dtype=config.dtype,
+        max_rows=config.rows,
     )
     out = Path(config.out)
     done = whole_lines(out)

@@ -10,6 +10,7 @@ lengths are logged: `selected` (the corrected walk), `top1` (the plain drafter) 
 Shapes: N blocks, n slots, K candidates, H hidden size.
 """
 
+import hashlib
 import json
 import shutil
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from drafters.registry import load_drafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore
 from experiments.train_drafter import blocks
+from verifier.errors import ConfigError
 from verifier.sampling import SamplingBatch, SamplingParams
 from verifier.target import Target
 
@@ -66,8 +68,11 @@ def main(config: DictConfig) -> None:
     corrector = Corrector(CorrectorConfig(target.hidden_size, config.width, config.pair_width)).to(target.device)
     optimizer = torch.optim.AdamW(corrector.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
     step, state_file = 0, run / "state.pt"
+    drafter_digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
+        if state["drafter"] != drafter_digest:
+            raise ConfigError(f"{run} holds the corrector of another drafter than {folder}: name another run")
         corrector.load_state_dict(state["weights"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
@@ -92,6 +97,7 @@ def main(config: DictConfig) -> None:
                 with (run / "log.jsonl").open("a") as file:
                     file.write(json.dumps({"step": step, "loss": loss.item(), **figures}) + "\n")
                 state = {"weights": corrector.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+                state["drafter"] = drafter_digest
                 torch.save(state, state_file.with_suffix(".tmp"))
                 state_file.with_suffix(".tmp").replace(state_file)
     checkpoint = run / "checkpoint"

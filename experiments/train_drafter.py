@@ -66,14 +66,15 @@ def main(config: DictConfig) -> None:
             if last or trainer.step % config.save_every == 0:
                 with trainer.averaged():
                     figures = trainer.evaluate()
-                tqdm.write(json.dumps({"step": trainer.step, **figures}))
-                with (run / "log.jsonl").open("a") as file:
-                    file.write(json.dumps({"step": trainer.step, "seconds": round(trainer.seconds), **figures}) + "\n")
-                trainer.save(run / "state.pt")
                 recipe = {"config": OmegaConf.to_container(config), "figures": figures, **describe()}
                 recipe |= {"steps": trainer.step, "seconds": round(trainer.seconds)}
                 with trainer.averaged():
                     drafter.save(run / "checkpoint", target_identity(target, tokenizer), recipe)
+                trainer.save(run / "state.pt")  # after the checkpoint: a run that dies between them repeats the steps
+                line = {"step": trainer.step, "seconds": round(trainer.seconds), **figures}
+                tqdm.write(json.dumps(line))
+                with (run / "log.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
 
 
 def new_drafter(config: DictConfig, target: Target, store: FeatureStore, draft_ids: Tensor | None) -> Any:
@@ -108,6 +109,11 @@ class Trainer:
         self.store = store
         self.config = config
         count = len(store.sequences)
+        if not 1 <= config.held_out <= count - config.sequences_per_step:
+            raise ConfigError(
+                f"held_out={config.held_out} of {count} answers: keep at least one for evaluation and "
+                f"{config.sequences_per_step} (sequences_per_step) for training"
+            )
         self.held_out = range(count - config.held_out, count)
         self.step = 0
         self.seconds = 0.0

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from verifier.errors import TargetError
+
 NAME = "dcoco"
 
 
@@ -27,8 +29,11 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Attend with query [R, N, Q, D] to key and value [R, G, L, D]; returns [R, Q, N, D].
 
-    `attention_mask` is None or additive [R or 1, 1, (N/G) * Q or 1, L], already folded by `fold_mask`.
+    `attention_mask` is None or additive [R or 1, 1, (N/G) * Q or 1, L], already folded by `fold_mask`. Raises
+    TargetError for a family whose attention needs more than this (soft caps, sinks, biases).
     """
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise TargetError(f"the target's attention uses {unknown[0]}, which is not served here: choose another target")
     rows, heads, queries, size = query.shape
     groups = key.shape[1]
     if heads != groups:

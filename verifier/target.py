@@ -52,13 +52,15 @@ class Target:
         self.dtype: torch.dtype = model.dtype
         self.embedding: nn.Module = model.get_input_embeddings()
         self.masks = MaskMaker(self.config, self.dtype)
-        self.tapped: dict[int, Tensor] = {}
+        self.tapped: dict[int, Tensor] = {}  # outputs of the layers that the current pass was asked for
+        self._wanted: set[int] = set()
         for index, layer in enumerate(self.layers):
             layer.register_forward_hook(self._remember(index))
+        theirs = self._own_logits()
         model.set_attn_implementation(attention.NAME)
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._scale = getattr(self.config, "logit_scale", None) or 1.0 / getattr(self.config, "logits_scaling", 1.0)
-        self._check_head()
+        self._check_logits(theirs)
         if pack:
             pack_linears(model)
         self.head: nn.Module = model.get_output_embeddings()
@@ -74,10 +76,18 @@ class Target:
         positions_RQ, extent = cache.begin(first, rows, queries)
         mask = self.masks.causal(positions_RQ, extent)
         embedded = self.embedding(ids_RQ)
+        self._wanted = {tap for tap in taps if tap >= 0}
         out = self.body(
-            inputs_embeds=embedded, attention_mask=mask, position_ids=positions_RQ, cache=cache, use_cache=True
+            inputs_embeds=embedded,
+            attention_mask=mask,
+            # Beside a longer row, one at the limit is given tokens behind it; they never count.
+            position_ids=positions_RQ.clamp(max=self.max_positions - 1),
+            cache=cache,
+            use_cache=True,
         )
-        return Pass(out.last_hidden_state, [embedded if tap < 0 else self.tapped[tap] for tap in taps])
+        found = [embedded if tap < 0 else self.tapped[tap] for tap in taps]
+        self.tapped.clear()
+        return Pass(out.last_hidden_state, found)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H] that have passed the final norm."""
@@ -100,20 +110,24 @@ class Target:
 
     def _remember(self, index: int):
         def hook(module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
-            self.tapped[index] = output if isinstance(output, Tensor) else output[0]
+            if index in self._wanted:
+                self.tapped[index] = output if isinstance(output, Tensor) else output[0]
 
         return hook
 
     @torch.inference_mode()
-    def _check_head(self) -> None:
-        """A model whose logits are more than its head's output would be decoded wrongly: find out on two tokens."""
-        ids = torch.tensor([[0, 1]], device=self.device)
-        cache = RaggedCache(1, 4, self.device)
+    def _own_logits(self) -> Tensor:
+        """What the model itself, untouched, says of two tokens: [1, 2, V]."""
+        return self.model(input_ids=torch.tensor([[0, 1]], device=self.device), use_cache=False).logits.float()
+
+    @torch.inference_mode()
+    def _check_logits(self, theirs: Tensor) -> None:
+        """A model that does more than this wrapper knows would be decoded wrongly: find out on two tokens."""
         self.head = self.model.get_output_embeddings()
-        ours = self.logits(self.forward(ids, cache).hidden).float()
-        theirs = self.model(input_ids=ids, attention_mask=self.masks.explicit(2, self.device), use_cache=False).logits
-        gap = (ours - theirs.float()).abs().max().item()
-        if not gap <= 0.05 * theirs.float().abs().max().item() + 1e-3:
+        cache = RaggedCache(1, 4, self.device)
+        ours = self.logits(self.forward(torch.tensor([[0, 1]], device=self.device), cache).hidden).float()
+        gap = (ours - theirs).abs().max().item()
+        if not gap <= 0.05 * theirs.abs().max().item() + 1e-3:
             raise TargetError(
                 f"{type(self.model).__name__}: logits through the ragged cache differ from its own by {gap:.3g}; "
                 "its attention or its head does something that this wrapper does not know, so it can't be a target"
@@ -176,6 +190,10 @@ def decoder_layers(body: nn.Module, config: object) -> nn.ModuleList:
         raise TargetError(
             f"{type(body).__name__} keeps recurrent state ({', '.join(sorted(recurrent)) or 'state-space layers'}), "
             "which can't be rolled back after a rejected draft; choose a target with attention layers only"
+        )
+    if odd := types - {"full_attention", "sliding_attention"} - recurrent:
+        raise TargetError(
+            f"{type(body).__name__} has layers of type {', '.join(sorted(odd))}, which are not served here"
         )
     count = config.num_hidden_layers  # type: ignore[attr-defined]
     for child in body.children():

@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
-from dcoco import SamplingParams
-from dcoco.errors import DrafterError, ParameterError
-from tests.models import EOS, FAMILIES, VOCABULARY, prompts, tiny_decoder
+from dcoco import DCOCODecoder, SamplingParams
+from dcoco.errors import DrafterError, ParameterError, TargetError
+from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
+from drafters.dflash import DFlashConfig, DFlashDrafter
+from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
+from verifier.target import Target
 
 
 def reference(decoder, prompt, tokens):
@@ -209,6 +213,57 @@ def test_statistics_agree_with_the_output():
         assert [trace.start for trace in output.trace] == [
             1 + sum(trace.committed for trace in output.trace[:index]) for index in range(stats.rounds)
         ]
+
+
+def test_a_row_is_taken_over_by_the_next_request():
+    """The published architecture keeps keys and values of its own, which must start afresh too."""
+    decoder = tiny_decoder("qwen3", max_rows=2)
+    torch.manual_seed(1)
+    drafter = DFlashDrafter(decoder.target, DFlashConfig.for_target(decoder.target, 2, (0, 3), 4))
+    drafter.initialise()
+    decoder.drafter, decoder.corrector = drafter.prepare(), None
+    given = prompts(7, seed=9)
+    outputs = decoder.generate(given, SamplingParams(max_tokens=12))
+    plain = decoder.generate(given, SamplingParams(max_tokens=12), "plain")
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+
+
+def test_a_row_at_the_position_limit_beside_a_short_one():
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
+    target = Target(GPT2LMHeadModel(GPT2Config(**shape)))
+    drafter = BlockDiffusionDrafter(target, BlockDiffusionConfig((1, 3), (0, 3), 4, 6))
+    drafter.initialise(scale=1.0)
+    decoder = DCOCODecoder(target, LetterTokenizer(), drafter.prepare())
+    given = [[5] * 28, [7, 8, 9]]
+    outputs = decoder.generate(given, SamplingParams(max_tokens=20))
+    alone = [decoder.generate([prompt], SamplingParams(max_tokens=20), "plain")[0] for prompt in given]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    assert [len(output.token_ids) for output in outputs] == [4, 20]
+
+
+def test_long_prompts_are_run_in_chunks(monkeypatch):
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 5)
+    for family in ("llama", "gemma3"):
+        decoder = tiny_decoder(family)
+        given = prompts(6, longest=30, seed=10)
+        outputs = decoder.generate(given, SamplingParams(max_tokens=10))
+        for prompt, output in zip(given, outputs, strict=True):
+            assert output.token_ids == reference(decoder, prompt, 10)
+
+
+def test_what_cannot_be_decoded_exactly_is_refused():
+    with pytest.raises(TargetError, match="softcap"):
+        shape = {key: value for key, value in SHAPE.items() if key != "initializer_range"}
+        Target(Gemma2ForCausalLM(Gemma2Config(**shape, num_key_value_heads=2, head_dim=16)))
+    with pytest.raises(TargetError, match="recurrent"):
+        Target(MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)))
+
+
+def test_no_activations_are_kept_between_rounds():
+    decoder = tiny_decoder()
+    decoder.generate(prompts(2), SamplingParams(max_tokens=4))
+    assert decoder.target.tapped == {}
 
 
 def test_wrong_arguments_are_named():

@@ -31,6 +31,27 @@ def test_pieces_make_the_text_and_no_character_is_split(text):
     assert detokenizer.finish() == ""
 
 
+class FallbackTokenizer(ByteTokenizer):
+    """As tokenizers with byte fallback decode: one broken character spoils the run of bytes that it stands in."""
+
+    def decode(self, ids, **_):
+        try:
+            return bytes(ids).decode("utf-8")
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+
+def test_decoding_never_starts_inside_a_character():
+    text = "".join(chr(0x12000 + index) for index in range(6))  # four bytes each: more than the context holds
+    detokenizer = Detokenizer(FallbackTokenizer(), [text[4]])
+    pieces = []
+    for byte in text.encode():
+        pieces.append(detokenizer.push(byte))
+        if detokenizer.stopped:
+            break
+    assert "".join(pieces) == text[:4] == detokenizer.text
+
+
 def test_an_unfinished_character_comes_out_at_the_end():
     detokenizer = Detokenizer(ByteTokenizer())
     assert [detokenizer.push(byte) for byte in "é".encode()[:1]] == [""]

@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
             {
                 "target": "tiny", "prompts": str(file), "out": str(tmp_path / "out.jsonl"), "limit": None,
                 "max_prompt": 12, "max_tokens": 9, "temperature": 0.0, "seed": 0, "rows": 2, "method": "plain",
-                "dtype": None, "device": None, "threads": 1, **changes,
+                "drafter": None, "dtype": None, "device": None, "threads": 1, **changes,
             }
         )  # fmt: skip
         regenerate.main.__wrapped__(config)
