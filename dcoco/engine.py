@@ -221,7 +221,7 @@ class Engine:
         return fresh
 
     def _prefill(self, fresh: list[Request], first: int) -> Tensor:
-        """Run prompts, longest first, in chunks behind rows `first ..`; returns their last tokens' hidden states [R, H]."""
+        """Run prompts, longest first, in chunks behind rows `first ..`; returns the last hidden states [R, H]."""
         cache, device = self.batch.cache, self.target.device
         rows = len(fresh)
         ends = [len(request.prompt_ids) for request in fresh]

@@ -35,12 +35,12 @@ class Sequence_:
     start: int  # index of the first one in the store
 
 
-def read_answers(file: Path, limit: int | None = None, seed: int = 0) -> list[dict[str, list[int]]]:
+def read_answers(file: Path, limit: int | None = None, skip: int = 0, seed: int = 0) -> list[dict[str, list[int]]]:
     """Answers from JSON lines of {"prompt_ids", "response_ids"}, shuffled; those too short for a block are skipped."""
     answers = [json.loads(line) for line in file.open()]
     answers = [answer for answer in answers if len(answer["response_ids"]) >= 4 and answer["prompt_ids"]]
     order = torch.randperm(len(answers), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [answers[index] for index in order[:limit]]
+    return [answers[index] for index in order[skip:][:limit]]
 
 
 class FeatureStore:

@@ -2,7 +2,9 @@
 
     python -m experiments.train_corrector drafter=runs/smollm2_135m_drafter/checkpoint
 
-The lattices of many random blocks are computed once and kept in memory: the drafter costs far more than the corrector.
+The answers should be ones that the drafter was not trained on: on its own training answers it is surer than it will be
+in use. The lattices of many random blocks are computed once and kept in memory, as the drafter costs far more than the
+corrector.
 Each slot is scored after its true predecessor (teacher forcing); the loss is the cross-entropy over the K candidates,
 wherever the truth is among the candidates of this slot and of all before it, weighted exp(-(t - 1) / gamma). Three
 lengths are logged: `selected` (the corrected walk), `top1` (the plain drafter) and `oracle` (the best path there is).
@@ -30,7 +32,7 @@ from dcoco.walk import walk
 from drafters.base import Lattice
 from drafters.registry import load_drafter
 from experiments.environment import CONF, describe
-from experiments.features import FeatureStore
+from experiments.features import FeatureStore, build, read_answers
 from experiments.train_drafter import blocks
 from verifier.errors import ConfigError
 from verifier.sampling import SamplingBatch, SamplingParams
@@ -60,6 +62,8 @@ def main(config: DictConfig) -> None:
     run.mkdir(parents=True, exist_ok=True)
     drafter = load_drafter(folder, target, tokenizer)
     layers = getattr(drafter.config, "target_layers", ())  # DFlash keeps keys and values of its own
+    answers = read_answers(Path(config.answers), config.limit, config.skip)
+    build(Path(config.features), target, answers, drafter.taps, layers)
     store = FeatureStore(Path(config.features), drafter.taps, layers, target.device)
     training, held_out = collect(drafter, store, config)
 
