@@ -12,7 +12,7 @@ from drafters.checkpoint import target_identity
 from drafters.registry import load_drafter
 from experiments import train_corrector
 from experiments.features import FeatureStore, build, read_answers
-from experiments.train_drafter import Trainer, blocks, draft_vocabulary, new_drafter
+from experiments.train_drafter import Trainer, blocks, draft_vocabulary, new_drafter, walk_rounds
 from tests.models import VOCABULARY, LetterTokenizer, llama, prompts
 from verifier.cache import RaggedCache
 from verifier.errors import ConfigError
@@ -127,6 +127,13 @@ def test_the_published_architecture_trains_too(world, tmp_path):
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     drafter.save(tmp_path, target_identity(target, LetterTokenizer()), {})
     assert type(load_drafter(tmp_path, target, LetterTokenizer())) is type(drafter)
+
+
+def test_rounds_are_walked_as_decoding_walks_them():
+    assert walk_rounds([0, 0, 0]) == 3
+    assert walk_rounds([2, 0, 0, 1, 0]) == 2
+    assert walk_rounds([8] * 20) == 3
+    assert walk_rounds([]) == 0
 
 
 def test_the_learning_rate_warms_up_stays_and_falls(world):
