@@ -205,6 +205,11 @@ class DCOCODecoder:
             return encoded["input_ids"]
         return items  # type: ignore[return-value]
 
+    def asked(self, messages: Sequence[dict[str, str]]) -> Prompt:
+        """A conversation as this target is asked: as it stands where there is a chat template, else its bare text."""
+        chat = getattr(self.tokenizer, "chat_template", None)
+        return messages if chat else "\n\n".join(message["content"] for message in messages)
+
     def _engine(self, prompts: list[list[int]], params: list[SamplingParams], method: Method, trace: bool) -> Engine:
         if method not in METHODS:
             raise ParameterError(f"method={method!r}: must be one of {', '.join(METHODS)}")

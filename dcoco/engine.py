@@ -45,7 +45,8 @@ class Request:
         self.output: RequestOutput | None = None
         self.begun = 0.0
         self._detokenizer = detokenizer
-        self._pending: tuple[str, list[int]] = ("", [])
+        self._pending_text = ""
+        self._pending_ids: list[int] = []
 
     def commit(self, token_ids: list[int], eos_ids: frozenset[int]) -> int:
         """Append tokens until one ends the request; returns how many were taken."""
@@ -64,7 +65,8 @@ class Request:
 
     def take(self) -> tuple[str, list[int]]:
         """Text and tokens since the last call."""
-        taken, self._pending = self._pending, ("", [])
+        taken = self._pending_text, self._pending_ids
+        self._pending_text, self._pending_ids = "", []
         return taken
 
     def result(self) -> RequestOutput:
@@ -73,7 +75,8 @@ class Request:
         return self.output
 
     def _hand_out(self, text: str, token: int) -> None:
-        self._pending = (self._pending[0] + text, [*self._pending[1], token])
+        self._pending_text += text
+        self._pending_ids.append(token)
 
     def _finish(self, reason: Literal["stop", "length"]) -> None:
         self.stats.seconds = time.perf_counter() - self.begun
@@ -101,7 +104,7 @@ class Batch:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the time of a phase of the round (host time: on a GPU, of launching it)."""
+        """Note the time of a phase of the round (host time: on a GPU, of launching it)."""
         begun = time.perf_counter()
         yield
         self.phase_seconds[phase] = time.perf_counter() - begun

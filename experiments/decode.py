@@ -158,9 +158,9 @@ class Runner:
 
     def run(self, messages: list[dict[str, str]], params: SamplingParams) -> RequestOutput:
         """Answer a conversation; a target without a chat template completes the bare text."""
-        chat = getattr(self.decoder.tokenizer, "chat_template", None)
-        prompt: Any = messages if chat else "\n\n".join(message["content"] for message in messages)
-        return self.decoder.generate([prompt], params, self.method, trace=self.method == "dcoco")[0]
+        return self.decoder.generate([self.decoder.asked(messages)], params, self.method, trace=self.method == "dcoco")[
+            0
+        ]
 
 
 class TransformersRunner:
@@ -178,9 +178,7 @@ class TransformersRunner:
         """Answer a conversation; sampled text differs from ours, as its random numbers do."""
         from dcoco.output import Stats
 
-        chat = getattr(self.tokenizer, "chat_template", None)
-        prompt: Any = messages if chat else "\n\n".join(message["content"] for message in messages)
-        ids = torch.tensor([self.decoder.encode(prompt)], device=self.model.device)
+        ids = torch.tensor([self.decoder.encode(self.decoder.asked(messages))], device=self.model.device)
         sample = {"do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": 0}
         begun = time.perf_counter()
         out = self.model.generate(

@@ -37,10 +37,8 @@ def main(config: DictConfig) -> None:
     decoder = DCOCODecoder.from_pretrained(
         config.target, config.drafter, device=config.device, dtype=config.dtype, max_rows=config.rows
     )
-    chat = getattr(decoder.tokenizer, "chat_template", None)
-    prompts = [
-        decoder.encode([{"role": "user", "content": text}] if chat else text) for text in texts[: config.prompts]
-    ]
+    asked_of = [decoder.asked([{"role": "user", "content": text}]) for text in texts[: config.prompts]]
+    prompts = [decoder.encode(prompt) for prompt in asked_of]
     greedy = [SamplingParams(max_tokens=config.max_tokens)] * len(prompts)
     sampled = [
         SamplingParams(max_tokens=config.max_tokens, temperature=config.temperature, seed=seed)

@@ -8,7 +8,6 @@ the last line it wrote.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import hydra
 import torch
@@ -37,7 +36,7 @@ def main(config: DictConfig) -> None:
     with out.open("a") as file, tqdm(total=len(prompts), initial=done, unit="prompt") as bar:
         for start in range(done, len(prompts), 4 * config.rows):
             texts = prompts[start : start + 4 * config.rows]
-            encoded = [encode(decoder, text) for text in texts]
+            encoded = [decoder.encode(decoder.asked([{"role": "user", "content": text}])) for text in texts]
             chosen = [index for index, ids in enumerate(encoded) if len(ids) <= config.max_prompt]
             params = [
                 SamplingParams(
@@ -62,12 +61,6 @@ def read_prompts(path: Path, seed: int) -> list[str]:
     lines = [json.loads(line) for file in files for line in file.open()]
     order = torch.randperm(len(lines), generator=torch.Generator().manual_seed(seed)).tolist()
     return [lines[index]["prompt"] for index in order]
-
-
-def encode(decoder: DCOCODecoder, text: str) -> list[int]:
-    """A prompt as the target is asked: through the chat template where there is one."""
-    prompt: Any = [{"role": "user", "content": text}] if getattr(decoder.tokenizer, "chat_template", None) else text
-    return decoder.encode(prompt)
 
 
 def whole_lines(file: Path) -> int:

@@ -89,10 +89,6 @@ class RaggedCache:
         keys, values = self._keys[layer_idx], self._values[layer_idx]
         return tuple(store[self._rows, : self._extent].transpose(1, 2) for store in (keys, values))  # type: ignore[return-value]
 
-    def nbytes(self) -> int:
-        """Bytes of all keys and values allocated so far."""
-        return sum(store.nbytes for store in (*self._keys.values(), *self._values.values()))
-
     def _allocate(self, like: Tensor) -> Tensor:
         # zeros, not empty: masked positions are multiplied by 0, and 0 * NaN is NaN. Untouched pages cost nothing.
         _, heads, _, size = like.shape
