@@ -8,8 +8,9 @@ score of candidate j of slot t+1 after candidate i of slot t is
 
 with u the drafter's log-probability, r a representation of the candidate (its embedding, the slot's hidden state, how
 probable it is) and s[t] of the two slots. The first layer is a sum of three terms, so the K x K part is an addition,
-an activation and a dot product. The anchor is slot 0 and its own only candidate. `w` starts at zero: an untrained
-corrector is exactly the plain drafter.
+an activation and a dot product. The anchor is slot 0 and its own only candidate. Where i and j are both what the text
+said after the same words before (`dcoco/recall.py`), a learned vector for the length of that match joins the sum. `w`
+starts at zero: an untrained corrector is exactly the plain drafter.
 
 Shapes: R rows, n slots, K candidates, H hidden size, D width of a representation, M width of the pair score.
 """
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dcoco.errors import DrafterError
+from dcoco.recall import LONGEST, Recalled
 from drafters.base import Lattice
 from drafters.checkpoint import load_strictly, read_tensors
 from verifier.linear import pack_linears
@@ -60,7 +62,7 @@ class Scores:
 
 
 class Corrector(nn.Module):
-    """Scores neighbouring candidates of a lattice. About 512 x H + 132 k parameters, no vocabulary-sized table."""
+    """Scores neighbouring candidates of a lattice. About 512 x H + 136 k parameters, no vocabulary-sized table."""
 
     def __init__(self, config: CorrectorConfig):
         super().__init__()
@@ -73,15 +75,25 @@ class Corrector(nn.Module):
         self.pair_before = nn.Linear(width, pair, bias=False)
         self.pair_after = nn.Linear(width, pair, bias=False)
         self.pair_state = nn.Linear(width, pair)
+        self.pair_recalled = nn.Embedding(LONGEST + 1, pair, padding_idx=0)
         self.pair_out = nn.Linear(pair, 1, bias=False)
         nn.init.zeros_(self.pair_out.weight)
 
-    def forward(self, lattice: Lattice, table: Tensor) -> Scores:
+    def forward(self, lattice: Lattice, table: Tensor, recalled: Recalled | None = None) -> Scores:
         """Score all pairs of a lattice; `table` [V, D] is what `token_table` makes of the target's embedding."""
         anchor_RD, others_RnKD, states_RnM = self.represent(lattice, lambda ids: F.embedding(ids, table))
         after_RnKM = self.pair_after(others_RnKD) + states_RnM[:, :, None]
-        first = self.pair(self.pair_before(anchor_RD)[:, None] + after_RnKM[:, 0])
-        rest = self.pair(self.pair_before(others_RnKD[:, :-1])[:, :, :, None] + after_RnKM[:, 1:, None])
+        before_R1M, before_RmKM = self.pair_before(anchor_RD)[:, None], self.pair_before(others_RnKD[:, :-1])
+        first = self.pair(before_R1M + after_RnKM[:, 0])
+        rest = self.pair(before_RmKM[:, :, :, None] + after_RnKM[:, 1:, None])
+        if recalled is not None:
+            row, column_Rn = torch.arange(len(first), device=first.device)[:, None], recalled.column
+            slot = torch.arange(column_Rn.shape[1], device=first.device)
+            before_RnM = torch.cat([before_R1M, before_RmKM[row, slot[:-1], column_Rn[:, :-1]]], dim=1)
+            again_RnM = before_RnM + after_RnKM[row, slot, column_Rn] + self.pair_recalled(recalled.matched)
+            again_Rn = self.pair(again_RnM)
+            first[row[:, 0], column_Rn[:, 0]] = again_Rn[:, 0]
+            rest[row, slot[:-1], column_Rn[:, :-1], column_Rn[:, 1:]] = again_Rn[:, 1:]
         return Scores(lattice.log_probs[:, 0] + first, lattice.log_probs[:, 1:, None] + rest)
 
     def token_table(self, embedding: Tensor) -> Tensor:

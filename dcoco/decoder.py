@@ -17,11 +17,13 @@ from dcoco.corrector import Corrector, Scores, load_corrector
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
 from dcoco.output import Chunk, RequestOutput
+from dcoco.recall import recall
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
+from dcoco.tree import grow
 from dcoco.walk import walk
 from drafters.base import Draft, Drafter
 from drafters.registry import load_drafter
-from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled
+from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled, verify_tree
 from verifier.sampling import SamplingParams, draw, probabilities
 from verifier.target import Target
 
@@ -30,6 +32,7 @@ Rule = Literal["match", "one_hot", "sampled"]
 METHODS = ("dcoco", "top1", "plain")
 RULES = ("match", "one_hot", "sampled")
 NO_DRAFTER = "none"
+TREE_SIZE = 15  # with the anchor 16 queries, which cost the target hardly more than one
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
@@ -44,6 +47,9 @@ class DCOCODecoder:
         rule: how drafts are verified above temperature 0; all three keep the distribution exactly, and `match` also
             keeps the very text that plain sampling gives with the same seed.
         max_rows: prompts decoded at once; further ones wait.
+        tree_size: tokens of a draft that method "dcoco" submits: the most probable ones of all paths. 0 submits one
+            path, as the rules one_hot and sampled always do.
+        recall: let the corrector see how the text went on the last time it looked like this.
     """
 
     def __init__(
@@ -55,7 +61,11 @@ class DCOCODecoder:
         eos_ids: Sequence[int] = (),
         rule: Rule = "match",
         max_rows: int = 32,
+        tree_size: int = TREE_SIZE,
+        recall: bool = True,
     ):
+        if tree_size < 0:
+            raise ParameterError(f"tree_size={tree_size}: must be at least 0 (0: one path)")
         if rule not in RULES:
             raise ParameterError(f"rule={rule!r}: must be one of {', '.join(RULES)}")
         self.target = target
@@ -68,6 +78,8 @@ class DCOCODecoder:
         self.eos_ids = frozenset(eos_ids)
         self.rule = rule
         self.max_rows = max_rows
+        self.tree_size = tree_size if rule == "match" else 0
+        self.recall = recall
 
     @classmethod
     def from_pretrained(
@@ -78,6 +90,8 @@ class DCOCODecoder:
         dtype: torch.dtype | str | None = None,
         rule: Rule = "match",
         max_rows: int = 32,
+        tree_size: int = TREE_SIZE,
+        recall: bool = True,
     ) -> "DCOCODecoder":
         """Load a target by name (conf/target), folder, hub id or GGUF file, with its default or the given drafter
         (a name in conf/drafter, a folder, a hub id; "none" for plain decoding only).
@@ -94,7 +108,8 @@ class DCOCODecoder:
             folder = drafter_folder(resolve_drafter(name))
             loaded = load_drafter(folder, wrapped, tokenizer)
             corrector = load_corrector(folder, wrapped)
-        return cls(wrapped, tokenizer, loaded, corrector, _eos_ids(model, tokenizer), rule, max_rows)
+        eos_ids = _eos_ids(model, tokenizer)
+        return cls(wrapped, tokenizer, loaded, corrector, eos_ids, rule, max_rows, tree_size, recall)
 
     # ------------------------------------------------------------------------------------------------ the round
 
@@ -102,21 +117,24 @@ class DCOCODecoder:
     def round(self, batch: Batch, lengths: list[int]) -> Verdict:
         """Draft, correct, verify: one target pass that commits between 1 and n + 1 tokens a row.
 
-        `lengths[r]` tokens of row r's draft are submitted; with all of them 0 this is plain decoding.
+        Row r's draft reaches at most `lengths[r]` tokens beyond its anchor; with all of them 0 this is plain decoding.
         """
         slots = max(lengths)
+        limits = torch.tensor(lengths, device=batch.cache.device)
         positions = batch.positions(slots + 1)  # [R, n + 1]: where the drafted tokens and the bonus token will stand
         with batch.clock("draft"):
             lattice = self._propose(batch, slots)
         with batch.clock("correct"):
-            draft = self._choose(batch, lattice, positions[:, :slots])
+            draft = self._choose(batch, lattice, positions, limits)
         with batch.clock("verify"):
             ids = torch.cat([batch.anchors[:, None], draft.tokens], dim=1)
             taps = self.drafter.taps if self.drafter and batch.method != "plain" else ()
-            result = self.target.forward(ids, batch.cache, taps)
-            verdict = self._verify(batch, self.target.logits(result.hidden), draft, lengths, positions)
+            result = self.target.forward(ids, batch.cache, taps, tree=draft.tree)
+            verdict = self._verify(batch, self.target.logits(result.hidden), draft, limits, positions)
+            batch.remember(positions, verdict.tokens)
             if batch.draft_state is not None and self.drafter is not None:
-                self.drafter.observe(batch.draft_state, 0, result.taps, verdict.accepted + 1)
+                committed = [_along(verdict.path, tap) for tap in result.taps]
+                self.drafter.observe(batch.draft_state, 0, committed, verdict.accepted + 1)
         return verdict
 
     def _propose(self, batch: Batch, slots: int) -> Any:
@@ -124,26 +142,38 @@ class DCOCODecoder:
             return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
         return self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots)
 
-    def _choose(self, batch: Batch, lattice: Any, positions: Tensor) -> Draft:
+    def _choose(self, batch: Batch, lattice: Any, positions: Tensor, limits: Tensor) -> Draft:
         if isinstance(lattice, Draft):
             return lattice
-        batch.lattice_ids = lattice.ids
-        if batch.method == "dcoco" and self.corrector is not None and self.token_table is not None:
-            scores = self.corrector(lattice, self.token_table)
-        else:
-            scores = Scores.unary(lattice)
-        return walk(lattice, scores, batch.sampling, positions, sampled=self.rule == "sampled")
+        batch.lattice_ids, ahead = lattice.ids, positions[:, :-1]
+        if batch.method != "dcoco" or self.corrector is None or self.token_table is None:
+            return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled=self.rule == "sampled")
+        recalled = None
+        if self.recall:
+            lattice, recalled = recall(lattice, batch.text(), positions[:, 0] - 1)
+            batch.lattice_ids = lattice.ids
+        scores = self.corrector(lattice, self.token_table, recalled)
+        if self.tree_size:
+            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size)
+        return walk(lattice, scores, batch.sampling, ahead, sampled=self.rule == "sampled")
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: Draft, lengths: list[int], positions: Tensor) -> Verdict:
-        drafted = torch.tensor(lengths, device=logits.device)
+    def _verify(self, batch: Batch, logits: Tensor, draft: Draft, limits: Tensor, positions: Tensor) -> Verdict:
+        levels = positions.shape[1] - 1
+        if draft.tree is not None:
+            positions = positions.gather(1, draft.tree.depths)
         if batch.sampling.all_greedy:
-            return verify_match(logits.float().argmax(-1), draft.tokens, drafted)
-        p = probabilities(logits, batch.sampling)
-        if self.rule == "match":
-            return verify_match(draw(p, batch.sampling, positions), draft.tokens, drafted)
-        if self.rule == "sampled" and draft.candidates is not None and draft.q is not None:
-            return verify_sampled(p, draft.tokens, drafted, draft.candidates, draft.q, batch.sampling, positions)
-        return verify_one_hot(p, draft.tokens, drafted, batch.sampling, positions)
+            y = logits.float().argmax(-1)
+        else:
+            p = probabilities(logits, batch.sampling)
+            if self.rule == "sampled" and draft.candidates is not None and draft.q is not None:
+                q = (draft.candidates, draft.q)
+                return verify_sampled(p, draft.tokens, limits, *q, batch.sampling, positions)
+            if self.rule != "match":
+                return verify_one_hot(p, draft.tokens, limits, batch.sampling, positions)
+            y = draw(p, batch.sampling, positions)
+        if draft.tree is not None:
+            return verify_tree(y, draft.tokens, draft.tree, levels)
+        return verify_match(y, draft.tokens, limits)
 
     # ------------------------------------------------------------------------------------------------ public face
 
@@ -219,6 +249,11 @@ class DCOCODecoder:
             )
         longest = max((len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True)), default=1)
         return Engine(self, method, min(len(prompts), self.max_rows) or 1, longest, trace)
+
+
+def _along(path_Rn: Tensor | None, tap_RQH: Tensor) -> Tensor:
+    """What the target left of the committed tokens: of a tree [R, n, H], the queries along its accepted path."""
+    return tap_RQH if path_Rn is None else tap_RQH.gather(1, path_Rn[..., None].expand(-1, -1, tap_RQH.shape[-1]))
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -91,6 +91,7 @@ class Batch:
         self.method = method
         self.cache = cache
         self.draft_state = draft_state
+        self.history = torch.zeros(cache.rows, cache.max_length, dtype=torch.int64, device=cache.device)  # the text
         self.requests: list[Request] = []
         self.anchors: Tensor = torch.empty(0, dtype=torch.int64, device=cache.device)  # [R]
         self.sampling = SamplingBatch.stack([], [], cache.device)
@@ -101,6 +102,22 @@ class Batch:
         """Absolute positions [R, count] of the tokens behind the anchors."""
         anchors = torch.tensor(self.cache.lengths[: len(self.requests)], device=self.cache.device)
         return anchors[:, None] + torch.arange(1, count + 1, device=self.cache.device)
+
+    def text(self) -> Tensor:
+        """The rows' tokens by position, int64 [R, longest]: prompt and answer up to the anchor, then anything."""
+        rows = len(self.requests)
+        return self.history[:rows, : max(self.cache.lengths[:rows]) + 1]
+
+    def remember(self, positions: Tensor, tokens: Tensor) -> None:
+        """Note tokens [R, n] of all rows; like the cache, what is not committed is overwritten by the next round."""
+        self.history[: len(self.requests)].scatter_(1, positions[:, : tokens.shape[1]], tokens)
+
+    def move(self, source: int, target: int) -> None:
+        """Make row `target` a copy of row `source`."""
+        self.cache.move(source, target)
+        self.history[target] = self.history[source]
+        if self.draft_state is not None:
+            self.draft_state.move(source, target)
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
@@ -128,7 +145,8 @@ class Engine:
         self.rows = rows
         self.waiting: deque[Request] = deque()
         self.block = self.drafter.block_size if self.drafter else 0
-        room = self.max_length + self.block + 1
+        queries = 1 + max(self.block, decoder.tree_size if method == "dcoco" else 0)
+        room = self.max_length + queries
         state = self.drafter.start(rows, room) if self.drafter else None
         self.batch = Batch(method, RaggedCache(rows, room, self.target.device), state)
 
@@ -173,19 +191,25 @@ class Engine:
         lengths = [self._draft_length(row, request) for row, request in enumerate(requests)]
         batch.lattice_ids = None
         verdict = self.decoder.round(batch, lengths)
-        *tokens, accepted = torch.cat([verdict.tokens, verdict.accepted[:, None]], dim=1).t().tolist()
-        anchors = []
+        counts, columns = [verdict.accepted[:, None], verdict.drafted[:, None]], verdict.tokens.shape[1]
+        path = [] if verdict.path is None else [verdict.path]
+        read = torch.cat([*counts, verdict.tokens, *path], dim=1).tolist()  # the round's one wait for the device
+        anchors, moves = [], []
         for row, request in enumerate(requests):
-            count = accepted[row] + 1
+            accepted, drafted, *rest = read[row]
+            tokens, queries = rest[: accepted + 1], rest[columns : columns + accepted + 1]
             start = len(request.token_ids)
-            taken = request.commit([column[row] for column in tokens[:count]], self.decoder.eos_ids)
-            request.stats.count(lengths[row], min(accepted[row], taken), taken, batch.phase_seconds)
+            taken = request.commit(tokens, self.decoder.eos_ids)
+            request.stats.count(drafted, lengths[row], min(accepted, taken), taken, batch.phase_seconds)
             if request.trace is not None:
                 lattice = batch.lattice_ids
                 candidates = None if lattice is None else lattice[row, : lengths[row]].clone()
-                request.trace.append(RoundTrace(start, taken, min(accepted[row], taken), candidates))
-            batch.cache.lengths[row] += count
-            anchors.append(tokens[accepted[row]][row])
+                request.trace.append(RoundTrace(start, taken, min(accepted, taken), candidates))
+            moves += [(row, query, place) for place, query in enumerate(queries) if query != place]
+            anchors.append(tokens[-1])
+        batch.cache.keep(moves)
+        for row, counted in enumerate(read):
+            batch.cache.lengths[row] += counted[0] + 1
         batch.anchors = torch.tensor(anchors, device=batch.cache.device)
         self._drop_finished()
         return requests
@@ -217,6 +241,7 @@ class Engine:
         positions = torch.tensor([[len(request.prompt_ids)] for request in fresh], device=self.target.device)
         first_tokens = draw(probabilities(logits, sampling), sampling, positions)[:, 0]
         batch.anchors = torch.cat([batch.anchors, first_tokens])
+        batch.history[first : first + len(fresh)].scatter_(1, positions, first_tokens[:, None])
         for request, token in zip(fresh, first_tokens.tolist(), strict=True):
             request.commit([token], self.decoder.eos_ids)
         self._stack_sampling()
@@ -232,6 +257,7 @@ class Engine:
         for row, request in enumerate(fresh):
             ids[row, : ends[row]] = torch.tensor(request.prompt_ids)
         ids = ids.to(device)
+        self.batch.history[first : first + rows, : max(ends)] = ids
         taps = self.drafter.taps if self.drafter else ()
         hidden_RH = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=device)
         for start in range(0, max(ends), PREFILL_CHUNK):
@@ -258,9 +284,7 @@ class Engine:
             moved = order.pop()
             if row < len(order):
                 order[row] = moved
-                batch.cache.move(len(order), row)
-                if batch.draft_state is not None:
-                    batch.draft_state.move(len(order), row)
+                batch.move(len(order), row)
         batch.requests = [batch.requests[index] for index in order]
         batch.anchors = batch.anchors[torch.tensor(order, dtype=torch.int64, device=batch.anchors.device)]
         self._stack_sampling()

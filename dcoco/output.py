@@ -40,15 +40,17 @@ class Stats:
         """All new tokens (the prefill's included) over `seconds`."""
         return (self.committed_tokens + 1) / self.seconds if self.seconds else 0.0
 
-    def count(self, drafted: int, accepted: int, committed: int, phase_seconds: dict[str, float]) -> None:
-        """Add one round."""
+    def count(
+        self, drafted: int, depth: int, accepted: int, committed: int, phase_seconds: dict[str, float]
+    ) -> None:
+        """Add one round, whose draft of `drafted` tokens reached `depth` tokens beyond the anchor."""
         for phase, seconds in phase_seconds.items():
             self.phase_seconds[phase] += seconds
         self.rounds += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
         self.committed_tokens += committed
-        self.accepted_at.extend([0] * (drafted - len(self.accepted_at)))
+        self.accepted_at.extend([0] * (depth - len(self.accepted_at)))
         for position in range(accepted):
             self.accepted_at[position] += 1
 

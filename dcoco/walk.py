@@ -27,28 +27,38 @@ def walk(lattice: Lattice, scores: Scores, batch: SamplingBatch, positions: Tens
         sampled: draw with noise of its own and return q, for `verify_sampled`; else couple to the target's draw.
     """
     rows = torch.arange(len(lattice.ids), device=lattice.ids.device)
-    if batch.all_greedy:
-        race = None
-    else:
-        temperature = torch.where(batch.temperature > 0, batch.temperature, 1.0)
-        stream = Stream.WALK if sampled else Stream.TARGET
-        noise_RnK = exponential_noise(batch.seed, positions, stream, lattice.ids).log_()
-        race = noise_RnK.mul_((batch.temperature > 0)[:, None, None])
-
+    race = target_race(lattice, batch, positions, Stream.WALK if sampled else Stream.TARGET)
     chosen: list[Tensor] = []
     q: list[Tensor] = []
     scores_RK = scores.first
     for slot in range(lattice.ids.shape[1]):
         if slot:
             scores_RK = scores.rest[rows, slot - 1, chosen[-1]]
-        if race is not None:
-            scores_RK = scores_RK / temperature[:, None]
-        chosen.append((scores_RK if race is None else scores_RK - race[:, slot]).argmax(-1))
+        if race is None:
+            chosen.append(scores_RK.argmax(-1))
+        else:
+            temperature_R, noise_RnK = race
+            scores_RK = scores_RK / temperature_R[:, None]
+            chosen.append((scores_RK - noise_RnK[:, slot]).argmax(-1))
         if sampled:
             q.append(_one_hot_where_greedy(scores_RK.softmax(-1), chosen[-1], batch))
     path_Rn = torch.stack(chosen, dim=1)
     tokens = lattice.ids.gather(2, path_Rn[..., None]).squeeze(-1)
     return Draft(tokens, lattice.ids, torch.stack(q, dim=1)) if sampled else Draft(tokens)
+
+
+def target_race(
+    lattice: Lattice, batch: SamplingBatch, positions: Tensor, stream: Stream = Stream.TARGET
+) -> tuple[Tensor, Tensor] | None:
+    """Temperatures float32 [R] and the logarithms [R, n, K] of the exponential noise of each candidate: the winner of a
+    race is the candidate whose score / temperature - log noise is largest. None where all rows are greedy; a greedy row
+    beside others gets temperature 1 and no noise."""
+    if batch.all_greedy:
+        return None
+    noise_RnK = exponential_noise(batch.seed, positions, stream, lattice.ids).log_()
+    return torch.where(batch.temperature > 0, batch.temperature, 1.0), noise_RnK.mul_(
+        (batch.temperature > 0)[:, None, None]
+    )
 
 
 def _one_hot_where_greedy(q_RK: Tensor, chosen_R: Tensor, batch: SamplingBatch) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from verifier.cache import RaggedCache
+from verifier.tree import Tree
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Lattice:
 class Draft:
     """A finished draft: n tokens a row, and the distribution each was drawn from where it was drawn.
 
+    The tokens follow one another, unless `tree` says how they branch.
     `candidates` and `q` are None for a draft that is a fixed function of the past (deterministic), else [R, n, K]: `q`
     is the probability with which the walk chose among `candidates`, given the tokens before it.
     """
@@ -36,6 +38,7 @@ class Draft:
     tokens: Tensor  # [R, n] int64
     candidates: Tensor | None = None  # [R, n, K] int64
     q: Tensor | None = None  # [R, n, K] float32
+    tree: Tree | None = None
 
 
 class DraftState(Protocol):

@@ -3,11 +3,12 @@
     python -m experiments.train_corrector drafter=runs/smollm2_135m_drafter/checkpoint
 
 The answers should be ones that the drafter was not trained on: on its own training answers it is surer than it will be
-in use. The lattices of many random blocks are computed once and kept in memory, as the drafter costs far more than the
-corrector.
+in use. The lattices of many random blocks, with what the text recalls, are computed once and kept in memory, as the drafter
+costs far more than the corrector.
 Each slot is scored after its true predecessor (teacher forcing); the loss is the cross-entropy over the K candidates,
-wherever the truth is among the candidates of this slot and of all before it, weighted exp(-(t - 1) / gamma). Three
-lengths are logged: `selected` (the corrected walk), `top1` (the plain drafter) and `oracle` (the best path there is).
+wherever the truth is among the candidates of this slot and of all before it, weighted exp(-(t - 1) / gamma). Four
+lengths are logged, of rounds walked through held-out answers: `selected` (the corrected walk), `tree` (the corrected
+tree), `top1` (the plain drafter) and `oracle` (the best path there is).
 
 Shapes: N blocks, n slots, K candidates, H hidden size.
 """
@@ -15,7 +16,7 @@ Shapes: N blocks, n slots, K candidates, H hidden size.
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcoco.corrector import Corrector, CorrectorConfig, Scores, save_corrector
+from dcoco.decoder import TREE_SIZE
+from dcoco.recall import Recalled, recall
 from dcoco.targets import load_target
+from dcoco.tree import grow
 from dcoco.walk import walk
-from drafters.base import Lattice
+from drafters.base import Lattice, TrainingBatch
 from drafters.registry import load_drafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, build, read_answers
-from experiments.train_drafter import blocks
+from experiments.train_drafter import blocks, blocks_at, walk_rounds
 from verifier.errors import ConfigError
+from verifier.rejection import verify_tree
 from verifier.sampling import SamplingBatch, SamplingParams
 from verifier.target import Target
 
@@ -44,13 +49,16 @@ class Blocks:
     """Lattices of N blocks and the tokens [N, n] that really followed (-1 behind the end of an answer)."""
 
     lattice: Lattice
+    recalled: Recalled
     labels: Tensor
 
     def select(self, index: Tensor) -> "Blocks":
         """Some of the blocks, in float32."""
         parts = self.lattice
         chosen = (parts.anchors[index], parts.anchor_hidden[index].float(), parts.ids[index].long())
-        return Blocks(Lattice(*chosen, parts.log_probs[index], parts.hidden[index].float()), self.labels[index])
+        lattice = Lattice(*chosen, parts.log_probs[index], parts.hidden[index].float())
+        recalled = Recalled(self.recalled.column[index], self.recalled.matched[index])
+        return Blocks(lattice, recalled, self.labels[index])
 
 
 @hydra.main(version_base=None, config_path=CONF, config_name="train_corrector")
@@ -111,33 +119,45 @@ def main(config: DictConfig) -> None:
 
 
 @torch.inference_mode()
-def collect(drafter: Any, store: FeatureStore, config: DictConfig) -> tuple[Blocks, Blocks]:
-    """Lattices of random blocks: `config.blocks` of the training answers, and those of the held-out answers."""
+def collect(drafter: Any, store: FeatureStore, config: DictConfig) -> tuple[Blocks, list[Blocks]]:
+    """Lattices of `config.blocks` random blocks of the training answers, and of each held-out answer those of all its
+    anchors in order."""
     count = len(store.sequences)
-    parts: dict[bool, list[Blocks]] = {False: [], True: []}
+    training: list[Blocks] = []
+    held_out: list[Blocks] = []
+    for index in tqdm(range(count - config.held_out, count), desc="held out", unit="answer"):
+        sequence = store.sequences[index]
+        every = torch.arange(sequence.prompt, sequence.length - 1)[None]
+        held_out.append(lattices(drafter, *blocks_at(store, [index], every, drafter.block_size)))
     done, random = 0, torch.Generator().manual_seed(config.seed)
     order = torch.randperm(count - config.held_out, generator=random).tolist()
     groups = [sorted(order[i : i + 8]) for i in range(0, len(order) - 7, 8)]
-    evaluation = [list(range(i, min(i + 8, count))) for i in range(count - config.held_out, count, 8)]
     with tqdm(total=config.blocks, desc="lattices", unit="block") as bar:
-        for held_out, chosen in [(True, group) for group in evaluation] + [(False, g) for g in groups * config.passes]:
+        for chosen in groups * config.passes:
             if done >= config.blocks:
                 break
-            batch, labels_RAn = blocks(store, chosen, 32, drafter.block_size, random)
-            lattice, labels = drafter.lattice_of_blocks(batch), labels_RAn.flatten(0, 1)
-            keep = labels[:, 0] >= 0
-            fields = (lattice.anchors, lattice.anchor_hidden, lattice.ids.int(), lattice.log_probs, lattice.hidden)
-            parts[held_out].append(Blocks(Lattice(*(value[keep] for value in fields)), labels[keep]))
-            if not held_out:
-                done += int(keep.sum())
-                bar.update(int(keep.sum()))
-    return _join(parts[False]), _join(parts[True])
+            found = lattices(drafter, *blocks(store, chosen, 32, drafter.block_size, random))
+            training.append(found)
+            done += len(found.labels)
+            bar.update(len(found.labels))
+    return _join(training), held_out
+
+
+def lattices(drafter: Any, batch: TrainingBatch, labels_RAn: Tensor) -> Blocks:
+    """The lattices of a batch of blocks, with what each block's text recalls; blocks without a label are left out."""
+    lattice, labels = drafter.lattice_of_blocks(batch), labels_RAn.flatten(0, 1)
+    keep = (labels[:, 0] >= 0).nonzero().squeeze(1)
+    fields = (lattice.anchors, lattice.anchor_hidden, lattice.ids, lattice.log_probs, lattice.hidden)
+    texts = batch.ids[keep // batch.anchors.shape[1]]
+    lattice, recalled = recall(Lattice(*(value[keep] for value in fields)), texts, batch.anchors.flatten()[keep])
+    return Blocks(replace(lattice, ids=lattice.ids.int()), recalled, labels[keep])
 
 
 def _join(parts: list[Blocks]) -> Blocks:
     names = ("anchors", "anchor_hidden", "ids", "log_probs", "hidden")
     lattice = Lattice(*(torch.cat([getattr(part.lattice, name) for part in parts]) for name in names))
-    return Blocks(lattice, torch.cat([part.labels for part in parts]))
+    recalled = Recalled(*(torch.cat([getattr(part.recalled, name) for part in parts]) for name in ("column", "matched")))
+    return Blocks(lattice, recalled, torch.cat([part.labels for part in parts]))
 
 
 def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor, gamma: float) -> Tensor:
@@ -157,6 +177,12 @@ def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor,
     # From here on only the slots that count: S of them.
     before_SM = corrector.pair_before(before_NnD[reachable])
     after_SKM = corrector.pair_after(others_NnKD[reachable]) + states_NnM[reachable][:, None]
+    # The recalled candidate, where the truth has followed what was recalled so far.
+    column_Nn, followed_Nn = blocks.recalled.column, torch.ones_like(reachable)
+    followed_Nn[:, 1:] = truth_Nn[:, :-1] == column_Nn[:, :-1]
+    matched_S = (blocks.recalled.matched * followed_Nn)[reachable]
+    is_it_SK1 = (torch.arange(lattice.ids.shape[2], device=matched_S.device) == column_Nn[reachable][:, None])[..., None]
+    after_SKM = after_SKM + is_it_SK1 * corrector.pair_recalled(matched_S)[:, None]
     scores_SK = lattice.log_probs[reachable] + corrector.pair(before_SM[:, None] + after_SKM)
     losses = F.cross_entropy(scores_SK, truth_Nn[reachable], reduction="none")
     fading = torch.exp(-torch.arange(labels_Nn.shape[1], device=labels_Nn.device) / gamma)
@@ -165,27 +191,34 @@ def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor,
 
 
 @torch.no_grad()
-def lengths(corrector: Corrector, blocks: Blocks, embedding: Tensor) -> dict[str, float]:
-    """Mean acceptance lengths over whole blocks: the corrected walk, the plain drafter, the lattice's best path."""
-    found: dict[str, list[Tensor]] = {"selected": [], "top1": [], "oracle": []}
-    device = blocks.labels.device
+def lengths(corrector: Corrector, answers: list[Blocks], embedding: Tensor) -> dict[str, float]:
+    """Mean acceptance lengths of rounds walked through answers: the corrected walk, the corrected tree, the plain
+    drafter, the lattice's best path."""
+    rounds, tokens = dict.fromkeys(("selected", "tree", "top1", "oracle"), 0), 0
+    device = embedding.device
     with torch.autocast(device.type, torch.bfloat16):
         table = corrector.token_table(embedding.float())
-    whole = (blocks.labels >= 0).all(-1).nonzero().squeeze(1)
-    for index in whole.split(256):
-        part = blocks.select(index)
+    for answer in answers:
+        part = answer.select(torch.arange(len(answer.labels)))
         lattice, labels = part.lattice, part.labels
-        greedy = SamplingBatch.stack([SamplingParams()] * len(index), [0] * len(index), device)
+        greedy = SamplingBatch.stack([SamplingParams()] * len(labels), [0] * len(labels), device)
         with torch.autocast(device.type, torch.bfloat16):
-            scores: Scores = corrector(lattice, table)
+            scores: Scores = corrector(lattice, table, part.recalled)
+        unlimited = torch.full_like(lattice.anchors, labels.shape[1])
+        draft = grow(lattice, scores, greedy, labels, unlimited, TREE_SIZE)
+        assert draft.tree is not None
+        truth = F.pad(labels, (0, 1), value=-1).gather(1, draft.tree.depths)
+        accepted = {"tree": verify_tree(truth, draft.tokens, draft.tree, labels.shape[1]).accepted}
         hits = {
-            "selected": walk(lattice, scores, greedy, lattice.ids[..., 0]).tokens == labels,
+            "selected": walk(lattice, scores, greedy, labels).tokens == labels,
             "top1": lattice.ids[..., 0] == labels,
             "oracle": (lattice.ids == labels[..., None]).any(-1),
         }
-        for name, hit in hits.items():
-            found[name].append(1 + hit.long().cumprod(-1).sum(-1).float())
-    return {name: round(torch.cat(values).mean().item(), 4) for name, values in found.items()}
+        accepted |= {name: hit.long().cumprod(-1).sum(-1) for name, hit in hits.items()}
+        for name, counts in accepted.items():
+            rounds[name] += walk_rounds(counts.tolist())
+        tokens += len(labels)
+    return {name: round(tokens / max(1, count), 4) for name, count in rounds.items()}
 
 
 if __name__ == "__main__":

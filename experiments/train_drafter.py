@@ -32,7 +32,7 @@ from tqdm import tqdm
 from dcoco.targets import load_target
 from drafters.base import TrainingBatch
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
-from drafters.checkpoint import target_identity
+from drafters.checkpoint import load_strictly, read_tensors, target_identity
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, Sequence_, build, read_answers
@@ -47,12 +47,14 @@ def main(config: DictConfig) -> None:
     target = Target(model, pack=False)
     run = Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
-    answers = read_answers(Path(config.answers), config.limit)
+    answers = read_answers(Path(config.answers), config.limit, config.skip)
     features = Path(config.features)
     layers = config.target_layers if config.backbone == "block_diffusion" else ()  # whose cache is read
     build(features, target, answers, config.store_taps or config.taps, config.store_layers or layers)
     store = FeatureStore(features, config.taps, layers, target.device)
     drafter = new_drafter(config, target, store, draft_vocabulary(answers, config.draft_vocab_size))
+    if config.init:
+        load_weights(drafter, Path(config.init))
     trainer = Trainer(drafter.prepare_training(), store, config)
     trainer.restore(run / "state.pt")
     with tqdm(total=config.steps, initial=trainer.step, desc="train", unit="step") as bar:
@@ -91,6 +93,15 @@ def new_drafter(config: DictConfig, target: Target, store: FeatureStore, draft_i
     first_tap = store.taps[0][: store.sequences[min(64, len(store.sequences) - 1)].start]
     drafter.initialise(scale=first_tap.float().pow(2).mean(-1).sqrt().median().item())
     return drafter
+
+
+def load_weights(drafter: Any, folder: Path) -> None:
+    """Start from the weights of a checkpoint of the same shape; DrafterError where they don't fit."""
+    state = read_tensors(folder / "model.safetensors")
+    ids = state.get("draft_ids")
+    if ids is not None and not torch.equal(ids.long(), drafter.draft_ids):
+        drafter.draft_ids = ids.long()  # the vocabulary belongs to the weights: other answers have other frequent tokens
+    load_strictly(drafter, state, folder)
 
 
 def draft_vocabulary(answers: list[dict[str, list[int]]], size: int | None) -> Tensor | None:

@@ -44,7 +44,7 @@ class RaggedCache:
         """Announce a pass of `queries` new tokens for each of the rows `first .. first + rows - 1`.
 
         Returns:
-            positions [R, Q] int64 (absolute), and the extent: how many cache positions the pass looks at.
+            positions [R, Q] int64 where the tokens are written, and the extent: how many cache positions the pass looks at.
 
         Raises:
             ParameterError: a row has no room for the new tokens.
@@ -83,6 +83,21 @@ class RaggedCache:
         for store in (*self._keys.values(), *self._values.values()):
             store[target, :length] = store[source, :length]
         self.lengths[target] = length
+
+    def keep(self, moves: list[tuple[int, int, int]]) -> None:
+        """Close the gaps behind an accepted branch: each (row, source, target) moves a token of the last pass, both
+        counted from the row's length. The tokens that count are then the leading ones."""
+        if not moves:
+            return
+        starts = [row * self.max_length + self.lengths[row] for row, _, _ in moves]
+        flat = [
+            [start + source for start, (_, source, _) in zip(starts, moves, strict=True)],
+            [start + target for start, (_, _, target) in zip(starts, moves, strict=True)],
+        ]
+        sources, targets = torch.tensor(flat, device=self.device)
+        for store in (*self._keys.values(), *self._values.values()):
+            tokens = store.view(-1, *store.shape[2:])
+            tokens.index_copy_(0, targets, tokens.index_select(0, sources))
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Views of the keys and values [R, G, extent, D] of one layer, as the last pass saw them."""

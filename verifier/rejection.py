@@ -1,5 +1,7 @@
 """Which drafted tokens are committed: three rules, each of which keeps the target's distribution exactly.
 
+The rule match also takes drafts that branch (`verify_tree`).
+
 All take a whole batch, ragged by `lengths`, and know nothing but tensors. Common arguments:
 
     p          [R, n+1, V]  the target's distribution at slots 1..n and at the bonus slot (`sampling.probabilities`)
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verifier.sampling import SamplingBatch, Stream, draw, uniform_noise
+from verifier.tree import Tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +31,9 @@ class Verdict:
     """Row r commits tokens[r, :accepted[r] + 1]: its accepted drafts, then the correction or the bonus token."""
 
     tokens: Tensor  # [R, n+1] int64; what follows the committed tokens of a row has no meaning
-    accepted: Tensor  # [R] int64, from 0 to lengths[r]
+    accepted: Tensor  # [R] int64, from 0 to the row's draft length
+    drafted: Tensor  # [R] int64: tokens that were submitted
+    path: Tensor | None = None  # [R, n+1] int64, of a tree: the query that ran each committed token's predecessor
 
 
 def verify_match(y: Tensor, draft: Tensor, lengths: Tensor) -> Verdict:
@@ -37,7 +42,20 @@ def verify_match(y: Tensor, draft: Tensor, lengths: Tensor) -> Verdict:
     y is what is committed, so the text is that of plain sampling with the same seed, whatever was drafted. A token d
     fixed in advance is accepted with probability P(y = d) = p(d), as by `verify_one_hot`.
     """
-    return Verdict(y, _leading(y[:, : draft.shape[1]] == draft, lengths))
+    return Verdict(y, _leading(y[:, : draft.shape[1]] == draft, lengths), lengths)
+
+
+def verify_tree(y: Tensor, draft: Tensor, tree: Tree, levels: int) -> Verdict:
+    """`verify_match` for a draft [R, N] that branches: from the anchor on, go to the child that equals y[R, N+1].
+
+    y[r, i] is the target's own token after query i, drawn with the noise of its position. Siblings are distinct, so at
+    most one path agrees with y all the way; y along it is committed. `levels` is the depth of the deepest node.
+    """
+    hit_RN = (draft == y.gather(1, tree.parents)) & tree.valid
+    missed_RQ = pad(~hit_RN, (1, 0))
+    alive_RQ = ~(tree.sees & missed_RQ[:, None, :]).any(-1)  # the node and all its ancestors were what y says
+    path_Rn = (~alive_RQ).byte().argsort(dim=-1, stable=True)[:, : levels + 1]  # a parent's index is below its child's
+    return Verdict(y.gather(1, path_Rn), alive_RQ.sum(-1) - 1, tree.valid.sum(-1), path_Rn)
 
 
 def verify_one_hot(p: Tensor, draft: Tensor, lengths: Tensor, batch: SamplingBatch, positions: Tensor) -> Verdict:
@@ -79,7 +97,7 @@ def verify_sampled(
     weights = residual(p[row, accepted], pad(candidates, (0, 0, 0, 1))[row, accepted], q_last)
     last = accepted.unsqueeze(-1)  # [R, 1]
     token = draw(weights.unsqueeze(1), batch, positions.gather(1, last), Stream.RESIDUAL)
-    return Verdict(pad(draft, (0, 1)).scatter(1, last, token), accepted)
+    return Verdict(pad(draft, (0, 1)).scatter(1, last, token), accepted, lengths)
 
 
 def accept_probability(p_draft: Tensor, q_draft: Tensor) -> Tensor:

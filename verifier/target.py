@@ -17,6 +17,7 @@ from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import TargetError
 from verifier.linear import PackedLinear, pack_linears
+from verifier.tree import Tree
 
 PREFILL_CHUNK = 512  # tokens a row in one prefill pass: bounds the memory of masks and activations
 
@@ -66,15 +67,21 @@ class Target:
         self.head: nn.Module = model.get_output_embeddings()
 
     @torch.inference_mode()
-    def forward(self, ids_RQ: Tensor, cache: RaggedCache, taps: Sequence[int] = (), first: int = 0) -> Pass:
-        """Run ids [R, Q] int64 behind the rows `first .. first + R - 1` of the cache, causally.
+    def forward(
+        self, ids_RQ: Tensor, cache: RaggedCache, taps: Sequence[int] = (), first: int = 0, tree: Tree | None = None
+    ) -> Pass:
+        """Run ids [R, Q] int64 behind the rows `first .. first + R - 1` of the cache, causally or as a tree.
 
         `taps` names decoder layers whose outputs (before the final norm) are returned; -1 is the embedding's output.
         The tokens enter the cache but count only once the caller raises `cache.lengths`.
         """
         rows, queries = ids_RQ.shape
         positions_RQ, extent = cache.begin(first, rows, queries)
-        mask = self.masks.causal(positions_RQ, extent)
+        if tree is None:
+            mask = self.masks.causal(positions_RQ, extent)
+        else:
+            mask = self.masks.tree(positions_RQ, extent, tree)
+            positions_RQ = positions_RQ[:, :1] + tree.depths
         embedded = self.embedding(ids_RQ)
         self._wanted = {tap for tap in taps if tap >= 0}
         out = self.body(
@@ -159,6 +166,22 @@ class MaskMaker:
     def block(self, positions_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
         """Each query sees the context and the whole block, in both directions (diffusion drafting)."""
         return self._by_type(positions_RQ, positions_RQ[:, -1:].expand_as(positions_RQ), extent)
+
+    def tree(self, slots_RQ: Tensor, extent: int, tree: Tree) -> Tensor | dict[str, Tensor | None] | None:
+        """Each query sees the context, its ancestors and itself; query i is written at slots_RQ[:, i]."""
+        columns_L = torch.arange(extent, device=slots_RQ.device)
+        starts_R1 = slots_RQ[:, :1]
+        queries = slots_RQ.shape[1]
+        index_RQQ = slots_RQ[:, None, :].expand(-1, queries, -1)
+        seen_RQL = (columns_L < starts_R1[:, :, None]).repeat(1, queries, 1).scatter_(2, index_RQQ, tree.sees)
+        masks: dict[str, Tensor | None] = {}
+        for kind, window in self.windows.items():
+            allowed_RQL = seen_RQL
+            if window is not None:
+                stands_RL = columns_L.repeat(len(slots_RQ), 1).scatter_(1, slots_RQ, starts_R1 + tree.depths)
+                allowed_RQL = seen_RQL & (stands_RL[:, None, :] > (starts_R1 + tree.depths)[:, :, None] - window)
+            masks[kind] = attention.fold_mask(allowed_RQL, self.repeats, self.dtype)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def explicit(self, length: int, device: torch.device) -> Tensor | dict[str, Tensor | None]:
         """The causal mask of one sequence run from its start, never None."""

@@ -193,7 +193,7 @@ def test_the_second_token_follows_the_targets_law(rule):
 
 
 def test_an_untrained_corrector_is_the_plain_drafter():
-    decoder = tiny_decoder(trained=False, eos_ids=[])
+    decoder = tiny_decoder(trained=False, eos_ids=[], tree_size=0)
     params = SamplingParams(max_tokens=30)
     for prompt in prompts(4, seed=4):
         corrected, top1 = (decoder.generate([prompt], params, method)[0].stats for method in ("dcoco", "top1"))
