@@ -16,7 +16,7 @@ from dcoco.errors import DcocoError
 from dcoco.fetch import fetch
 from dcoco.targets import list_names, resolve_target
 
-METHODS = ("dcoco", "top1", "plain")
+METHODS = ("dcoco", "walk", "top1", "plain")
 # Options of `generate` that are SamplingParams fields; those not given keep the defaults that SamplingParams has.
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 

@@ -27,12 +27,13 @@ from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sam
 from verifier.sampling import SamplingParams, draw, probabilities
 from verifier.target import Target
 
-Method = Literal["dcoco", "top1", "plain"]
+Method = Literal["dcoco", "walk", "top1", "plain"]
 Rule = Literal["match", "one_hot", "sampled"]
-METHODS = ("dcoco", "top1", "plain")
+METHODS = ("dcoco", "walk", "top1", "plain")
 RULES = ("match", "one_hot", "sampled")
 NO_DRAFTER = "none"
-TREE_SIZE = 15  # with the anchor 16 queries, which cost the target hardly more than one
+TREE_SIZE = 23
+WORTH = 0.08  # on two cores, SmolLM2-135M: one more token costs 2 % of a round that commits 4
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
@@ -42,13 +43,15 @@ class DCOCODecoder:
     Args:
         target, tokenizer: the model whose output is preserved.
         drafter: proposes blocks; None allows `method="plain"` only.
-        corrector: picks a coherent path through the drafter's candidates; None makes "dcoco" the same as "top1".
+        corrector: finds coherent paths through the drafter's candidates; None makes every draft the "top1".
         eos_ids: tokens that end an answer.
         rule: how drafts are verified above temperature 0; all three keep the distribution exactly, and `match` also
             keeps the very text that plain sampling gives with the same seed.
         max_rows: prompts decoded at once; further ones wait.
-        tree_size: tokens of a draft that method "dcoco" submits: the most probable ones of all paths. 0 submits one
-            path, as the rules one_hot and sampled always do.
+        tree_size: tokens of a draft that method "dcoco" submits at most, the most probable ones of all paths. The rules
+            one_hot and sampled verify a single path and ignore it.
+        worth: how probable such a token must be to be submitted. Good is (time of one more token in a target pass) /
+            (time of a round) x acceptance length.
         recall: let the corrector see how the text went on the last time it looked like this.
     """
 
@@ -62,10 +65,13 @@ class DCOCODecoder:
         rule: Rule = "match",
         max_rows: int = 32,
         tree_size: int = TREE_SIZE,
+        worth: float = WORTH,
         recall: bool = True,
     ):
-        if tree_size < 0:
-            raise ParameterError(f"tree_size={tree_size}: must be at least 0 (0: one path)")
+        if tree_size < 1:
+            raise ParameterError(f'tree_size={tree_size}: must be at least 1; for a single path use method="walk"')
+        if not 0.0 <= worth < 1.0:
+            raise ParameterError(f"worth={worth}: must be a probability from 0 to below 1")
         if rule not in RULES:
             raise ParameterError(f"rule={rule!r}: must be one of {', '.join(RULES)}")
         self.target = target
@@ -78,7 +84,8 @@ class DCOCODecoder:
         self.eos_ids = frozenset(eos_ids)
         self.rule = rule
         self.max_rows = max_rows
-        self.tree_size = tree_size if rule == "match" else 0
+        self.tree_size = tree_size
+        self.worth = worth
         self.recall = recall
 
     @classmethod
@@ -91,6 +98,7 @@ class DCOCODecoder:
         rule: Rule = "match",
         max_rows: int = 32,
         tree_size: int = TREE_SIZE,
+        worth: float = WORTH,
         recall: bool = True,
     ) -> "DCOCODecoder":
         """Load a target by name (conf/target), folder, hub id or GGUF file, with its default or the given drafter
@@ -109,7 +117,7 @@ class DCOCODecoder:
             loaded = load_drafter(folder, wrapped, tokenizer)
             corrector = load_corrector(folder, wrapped)
         eos_ids = _eos_ids(model, tokenizer)
-        return cls(wrapped, tokenizer, loaded, corrector, eos_ids, rule, max_rows, tree_size, recall)
+        return cls(wrapped, tokenizer, loaded, corrector, eos_ids, rule, max_rows, tree_size, worth, recall)
 
     # ------------------------------------------------------------------------------------------------ the round
 
@@ -119,9 +127,9 @@ class DCOCODecoder:
 
         Row r's draft reaches at most `lengths[r]` tokens beyond its anchor; with all of them 0 this is plain decoding.
         """
-        slots = max(lengths)
+        slots = min(max(lengths), self.drafter.block_size if self.drafter else 0)
         limits = torch.tensor(lengths, device=batch.cache.device)
-        positions = batch.positions(slots + 1)  # [R, n + 1]: where the drafted tokens and the bonus token will stand
+        positions = batch.positions(max(lengths) + 1)  # [R, ..]: where drafted tokens and the bonus token will stand
         with batch.clock("draft"):
             lattice = self._propose(batch, slots)
         with batch.clock("correct"):
@@ -137,6 +145,10 @@ class DCOCODecoder:
                 self.drafter.observe(batch.draft_state, 0, committed, verdict.accepted + 1)
         return verdict
 
+    def branches(self, method: Method) -> bool:
+        """Whether drafts are trees."""
+        return method == "dcoco" and self.rule == "match" and self.corrector is not None
+
     def _propose(self, batch: Batch, slots: int) -> Any:
         if slots == 0 or self.drafter is None or batch.draft_state is None:
             return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
@@ -145,16 +157,17 @@ class DCOCODecoder:
     def _choose(self, batch: Batch, lattice: Any, positions: Tensor, limits: Tensor) -> Draft:
         if isinstance(lattice, Draft):
             return lattice
-        batch.lattice_ids, ahead = lattice.ids, positions[:, :-1]
-        if batch.method != "dcoco" or self.corrector is None or self.token_table is None:
+        slots, deepest = lattice.ids.shape[1], positions.shape[1] - 1
+        batch.lattice_ids, ahead = lattice.ids, positions[:, :slots]
+        if batch.method == "top1" or self.corrector is None or self.token_table is None:
             return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled=self.rule == "sampled")
         recalled = None
         if self.recall:
-            lattice, recalled = recall(lattice, batch.text(), positions[:, 0] - 1)
+            lattice, recalled = recall(lattice, batch.text(), positions[:, 0] - 1, deepest - slots)
             batch.lattice_ids = lattice.ids
         scores = self.corrector(lattice, self.token_table, recalled)
-        if self.tree_size:
-            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size)
+        if self.branches(batch.method):
+            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, recalled, self.worth)
         return walk(lattice, scores, batch.sampling, ahead, sampled=self.rule == "sampled")
 
     def _verify(self, batch: Batch, logits: Tensor, draft: Draft, limits: Tensor, positions: Tensor) -> Verdict:
@@ -189,7 +202,8 @@ class DCOCODecoder:
 
         Args:
             params: for all prompts, or one a prompt; greedy with 256 tokens by default.
-            method: "dcoco", "top1" (the drafter's own best candidates) or "plain" (no drafting).
+            method: "dcoco" (the best nodes of the corrected lattice), "walk" (its best path only), "top1" (the
+                drafter's own best candidates) or "plain" (no drafting).
             trace: keep each round's candidates in `RequestOutput.trace`.
             progress: show a progress bar.
 

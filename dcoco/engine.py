@@ -145,8 +145,9 @@ class Engine:
         self.rows = rows
         self.waiting: deque[Request] = deque()
         self.block = self.drafter.block_size if self.drafter else 0
-        queries = 1 + max(self.block, decoder.tree_size if method == "dcoco" else 0)
-        room = self.max_length + queries
+        branches = self.drafter is not None and decoder.branches(method)
+        self.reach = decoder.tree_size if branches else self.block  # tokens that a draft may reach beyond the anchor
+        room = self.max_length + 1 + max(self.block, self.reach)
         state = self.drafter.start(rows, room) if self.drafter else None
         self.batch = Batch(method, RaggedCache(rows, room, self.target.device), state)
 
@@ -215,11 +216,11 @@ class Engine:
         return requests
 
     def _draft_length(self, row: int, request: Request) -> int:
-        """Tokens worth drafting: the block, as far as the answer's and the drafter's limits allow."""
+        """How far the draft may reach: as far as the answer's and the drafter's limits allow."""
         if self.drafter is None:
             return 0
         left = request.limit - len(request.token_ids) - 1  # the round itself adds one token to those accepted
-        return max(0, min(self.block, left, self.drafter.max_positions - self.batch.cache.lengths[row]))
+        return max(0, min(self.reach, left, self.drafter.max_positions - self.batch.cache.lengths[row]))
 
     def _admit(self) -> list[Request]:
         """Run the prompts of waiting requests in free rows; each yields its first token."""

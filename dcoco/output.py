@@ -40,9 +40,7 @@ class Stats:
         """All new tokens (the prefill's included) over `seconds`."""
         return (self.committed_tokens + 1) / self.seconds if self.seconds else 0.0
 
-    def count(
-        self, drafted: int, depth: int, accepted: int, committed: int, phase_seconds: dict[str, float]
-    ) -> None:
+    def count(self, drafted: int, depth: int, accepted: int, committed: int, phase_seconds: dict[str, float]) -> None:
         """Add one round, whose draft of `drafted` tokens reached `depth` tokens beyond the anchor."""
         for phase, seconds in phase_seconds.items():
             self.phase_seconds[phase] += seconds

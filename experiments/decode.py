@@ -110,7 +110,14 @@ def main(config: DictConfig) -> None:
     benchmarks = [config.benchmark] if isinstance(config.benchmark, str) else list(config.benchmark)
     sets = {name: load_benchmark(name, config.benchmark_dir, config.limit) for name in benchmarks}
     decoder = DCOCODecoder.from_pretrained(
-        config.target, config.drafter, device=config.device, dtype=config.dtype, rule=config.rule
+        config.target,
+        config.drafter,
+        device=config.device,
+        dtype=config.dtype,
+        rule=config.rule,
+        tree_size=config.tree_size,
+        worth=config.worth,
+        recall=config.recall,
     )
     runners: dict[str, Any] = {name: Runner(decoder, name) for name in methods}
     if config.transformers:
@@ -158,9 +165,9 @@ class Runner:
 
     def run(self, messages: list[dict[str, str]], params: SamplingParams) -> RequestOutput:
         """Answer a conversation; a target without a chat template completes the bare text."""
-        return self.decoder.generate([self.decoder.asked(messages)], params, self.method, trace=self.method == "dcoco")[
-            0
-        ]
+        return self.decoder.generate(
+            [self.decoder.asked(messages)], params, self.method, trace=self.method in ("dcoco", "walk")
+        )[0]
 
 
 class TransformersRunner:

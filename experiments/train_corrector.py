@@ -3,8 +3,8 @@
     python -m experiments.train_corrector drafter=runs/smollm2_135m_drafter/checkpoint
 
 The answers should be ones that the drafter was not trained on: on its own training answers it is surer than it will be
-in use. The lattices of many random blocks, with what the text recalls, are computed once and kept in memory, as the drafter
-costs far more than the corrector.
+in use. The lattices of many random blocks, with what the text recalls, are computed once and kept in memory, as the
+drafter costs far more than the corrector.
 Each slot is scored after its true predecessor (teacher forcing); the loss is the cross-entropy over the K candidates,
 wherever the truth is among the candidates of this slot and of all before it, weighted exp(-(t - 1) / gamma). Four
 lengths are logged, of rounds walked through held-out answers: `selected` (the corrected walk), `tree` (the corrected
@@ -57,7 +57,7 @@ class Blocks:
         parts = self.lattice
         chosen = (parts.anchors[index], parts.anchor_hidden[index].float(), parts.ids[index].long())
         lattice = Lattice(*chosen, parts.log_probs[index], parts.hidden[index].float())
-        recalled = Recalled(self.recalled.column[index], self.recalled.matched[index])
+        recalled = Recalled(*(value[index] for value in vars(self.recalled).values()))
         return Blocks(lattice, recalled, self.labels[index])
 
 
@@ -156,7 +156,9 @@ def lattices(drafter: Any, batch: TrainingBatch, labels_RAn: Tensor) -> Blocks:
 def _join(parts: list[Blocks]) -> Blocks:
     names = ("anchors", "anchor_hidden", "ids", "log_probs", "hidden")
     lattice = Lattice(*(torch.cat([getattr(part.lattice, name) for part in parts]) for name in names))
-    recalled = Recalled(*(torch.cat([getattr(part.recalled, name) for part in parts]) for name in ("column", "matched")))
+    recalled = Recalled(
+        *(torch.cat([getattr(part.recalled, name) for part in parts]) for name in ("column", "matched", "beyond"))
+    )
     return Blocks(lattice, recalled, torch.cat([part.labels for part in parts]))
 
 
@@ -181,7 +183,8 @@ def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor,
     column_Nn, followed_Nn = blocks.recalled.column, torch.ones_like(reachable)
     followed_Nn[:, 1:] = truth_Nn[:, :-1] == column_Nn[:, :-1]
     matched_S = (blocks.recalled.matched * followed_Nn)[reachable]
-    is_it_SK1 = (torch.arange(lattice.ids.shape[2], device=matched_S.device) == column_Nn[reachable][:, None])[..., None]
+    candidate_K = torch.arange(lattice.ids.shape[2], device=matched_S.device)
+    is_it_SK1 = (candidate_K == column_Nn[reachable][:, None])[..., None]
     after_SKM = after_SKM + is_it_SK1 * corrector.pair_recalled(matched_S)[:, None]
     scores_SK = lattice.log_probs[reachable] + corrector.pair(before_SM[:, None] + after_SKM)
     losses = F.cross_entropy(scores_SK, truth_Nn[reachable], reduction="none")

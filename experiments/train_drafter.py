@@ -100,7 +100,9 @@ def load_weights(drafter: Any, folder: Path) -> None:
     state = read_tensors(folder / "model.safetensors")
     ids = state.get("draft_ids")
     if ids is not None and not torch.equal(ids.long(), drafter.draft_ids):
-        drafter.draft_ids = ids.long()  # the vocabulary belongs to the weights: other answers have other frequent tokens
+        drafter.draft_ids = (
+            ids.long()
+        )  # the vocabulary belongs to the weights: other answers have other frequent tokens
     load_strictly(drafter, state, folder)
 
 

@@ -44,7 +44,8 @@ class RaggedCache:
         """Announce a pass of `queries` new tokens for each of the rows `first .. first + rows - 1`.
 
         Returns:
-            positions [R, Q] int64 where the tokens are written, and the extent: how many cache positions the pass looks at.
+            positions [R, Q] int64 where the tokens are written, and the extent: how many cache positions the pass looks
+            at.
 
         Raises:
             ParameterError: a row has no room for the new tokens.

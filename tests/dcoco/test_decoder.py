@@ -42,7 +42,7 @@ def test_greedy_equals_the_bare_model(family):
     decoder = tiny_decoder(family)
     given = [*prompts(4), [5], [5]]
     params = SamplingParams(max_tokens=24)
-    for method in ("dcoco", "top1", "plain"):
+    for method in ("dcoco", "walk", "top1", "plain"):
         outputs = decoder.generate(given, params, method)
         for prompt, output in zip(given, outputs, strict=True):
             assert output.token_ids == reference(decoder, prompt, 24), (family, method)
@@ -193,10 +193,10 @@ def test_the_second_token_follows_the_targets_law(rule):
 
 
 def test_an_untrained_corrector_is_the_plain_drafter():
-    decoder = tiny_decoder(trained=False, eos_ids=[], tree_size=0)
+    decoder = tiny_decoder(trained=False, eos_ids=[])
     params = SamplingParams(max_tokens=30)
     for prompt in prompts(4, seed=4):
-        corrected, top1 = (decoder.generate([prompt], params, method)[0].stats for method in ("dcoco", "top1"))
+        corrected, top1 = (decoder.generate([prompt], params, method)[0].stats for method in ("walk", "top1"))
         assert (corrected.rounds, corrected.accepted_at) == (top1.rounds, top1.accepted_at)
 
 

@@ -1,4 +1,4 @@
-"""Recall: what followed the longest earlier occurrence of the text's end, on the lattice and in the corrector's scores."""
+"""Recall: what followed the longest earlier occurrence of the text's end, on the lattice and in the scores."""
 
 import torch
 
@@ -70,8 +70,9 @@ def test_the_corrector_hears_of_it_only_along_the_recalled_path():
     column = torch.randint(CANDIDATES, (ROWS, SLOTS))
     matched = torch.tensor([[0, 0, 0, 0], [1, 2, 3, 4], [16, 16, 16, 16]])
     with torch.no_grad():
-        without, silent = corrector(given, table), corrector(given, table, Recalled(column, torch.zeros_like(matched)))
-        heard = corrector(given, table, Recalled(column, matched))
+        without = corrector(given, table)
+        silent = corrector(given, table, Recalled(column, torch.zeros_like(matched), matched[:, :0]))
+        heard = corrector(given, table, Recalled(column, matched, matched[:, :0]))
         torch.testing.assert_close(silent.first, without.first)
         torch.testing.assert_close(silent.rest, without.rest)
         first, rest = (heard.first - without.first).abs() > 1e-6, (heard.rest - without.rest).abs() > 1e-6

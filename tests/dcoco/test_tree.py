@@ -7,6 +7,7 @@ import torch
 
 from dcoco import SamplingParams
 from dcoco.corrector import Scores
+from dcoco.recall import Recalled
 from dcoco.tree import grow
 from dcoco.walk import walk
 from tests.dcoco.test_walk import CANDIDATES, POSITIONS, ROWS, SLOTS, batch, lattice, scores
@@ -55,6 +56,53 @@ def test_the_most_probable_nodes_are_chosen(size):
         best = sorted(everything, key=lambda path: -everything[path])[:size]
         assert sorted(map(tuple, nodes)) == sorted(best)
         assert draft.tree.depths[row, 1 : len(nodes) + 1].tolist() == [len(path) for path in nodes]
+
+
+def test_only_nodes_that_are_worth_it_are_submitted():
+    given, values = lattice(), scores()
+    values.first *= 2
+    values.rest *= 2
+    draft = grow(given, values, batch(0.0), POSITIONS, ALL, 40, worth=0.15)
+    for row in range(ROWS):
+        likely = [path for path, p in enumerate_paths(given, values, row, SLOTS).items() if p > 0.15]
+        nodes = [path_of(draft, row, node + 1) for node in draft.tree.valid[row].nonzero().flatten().tolist()]
+        assert sorted(map(tuple, nodes)) == sorted(likely)
+    nothing = grow(given, Scores.unary(given), batch(0.0), POSITIONS, ALL, 40, worth=0.99)
+    assert nothing.tokens.shape == (ROWS, 0)
+
+
+def test_a_recalled_text_goes_on_beyond_the_lattice():
+    given, values = lattice(), scores()
+    column = torch.randint(CANDIDATES, (ROWS, SLOTS), generator=torch.Generator().manual_seed(5))
+    rows = torch.arange(ROWS)
+    values.first[rows, column[:, 0]] = 12.0
+    for slot in range(1, SLOTS):
+        values.rest[rows, slot - 1, column[:, slot - 1], column[:, slot]] = 12.0
+    beyond = torch.tensor([[15, 16, 17]] * ROWS)
+    matched = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4], [0, 0, 0, 0]])
+    recalled = Recalled(column, matched, beyond)
+    draft = grow(given, values, batch(0.0), POSITIONS, torch.tensor([9, SLOTS + 2, 9]), 7, recalled, worth=0.5)
+    path = [given.ids[row].gather(1, column[row][:, None])[:, 0].tolist() for row in range(ROWS)]
+    found = [
+        [path_of(draft, row, node + 1) for node in draft.tree.valid[row].nonzero().flatten()] for row in range(ROWS)
+    ]
+    assert found[0][-1] == [*path[0], 15, 16, 17]
+    assert found[1][-1] == [*path[1], 15, 16]
+    assert found[2][-1] == path[2]
+
+
+def test_a_text_that_repeats_itself_outruns_the_block():
+    """The same token over and over: the corrector, taught to trust recall, gets whole trees accepted."""
+    decoder = tiny_decoder("gemma3", eos_ids=[], tree_size=12)
+    loop = decoder.generate(prompts(1), SamplingParams(max_tokens=100), "plain")[0].token_ids[-8:]
+    torch.nn.init.zeros_(decoder.corrector.pair_out.weight)
+    decoder.corrector.pair_out.weight[0, 0] = 1.0
+    decoder.corrector.pair_recalled.weight[1:, 0] = 20.0
+    given = [prompts(1)[0] + loop * 3]
+    outputs = {m: decoder.generate(given, SamplingParams(max_tokens=60), m)[0] for m in ("plain", "walk", "dcoco")}
+    assert outputs["dcoco"].token_ids == outputs["plain"].token_ids == outputs["walk"].token_ids
+    assert outputs["walk"].stats.mean_acceptance_length <= decoder.drafter.block_size + 1
+    assert outputs["dcoco"].stats.mean_acceptance_length > decoder.drafter.block_size + 1
 
 
 def test_certain_transitions_keep_their_parents():
@@ -109,7 +157,7 @@ def test_the_branch_that_the_target_takes_is_accepted():
     random = torch.Generator().manual_seed(1)
     lengths = []
     for _ in range(60):
-        parents, depths = random_tree(random, 1, 10, 4)
+        parents, _ = random_tree(random, 1, 10, 4)
         vocabulary = 3
         tokens = torch.randint(vocabulary, (1, 10), generator=random)
         siblings = {}  # keep siblings distinct, as a lattice does
@@ -153,28 +201,34 @@ def texts(decoder, method="dcoco"):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
-@pytest.mark.parametrize("size", [0, 1, 3, 15, 40])
-def test_any_size_gives_the_targets_text(family, size):
-    decoder = tiny_decoder(family, tree_size=size, max_rows=5)
-    assert texts(decoder) == texts(decoder, "plain")
+@pytest.mark.parametrize("size, worth", [(1, 0.0), (3, 0.0), (15, 0.0), (40, 0.0), (23, 0.08), (23, 0.9)])
+def test_any_size_gives_the_targets_text(family, size, worth):
+    decoder = tiny_decoder(family, tree_size=size, worth=worth, max_rows=5)
+    assert texts(decoder) == texts(decoder, "plain") == texts(decoder, "walk")
 
 
 def test_controls_that_must_fail(monkeypatch):
     """Branches that see each other, and accepted branches that are left where they lie, change the text."""
-    truth = texts(tiny_decoder("gemma3"), "plain")
-    assert texts(tiny_decoder("gemma3")) == truth
+    each = [SamplingParams(max_tokens=40, seed=seed, temperature=1.0) for seed in range(12)]
+
+    def sampled(method="dcoco"):
+        decoder = tiny_decoder("gemma3", worth=0.0, eos_ids=[])
+        return [output.token_ids for output in decoder.generate(prompts(12, seed=3), each, method)]
+
+    truth = sampled("plain")
+    assert sampled() == truth
     with monkeypatch.context() as fault:
         fault.setattr(MaskMaker, "tree", lambda self, slots, extent, tree: self.causal(slots, extent))
-        assert texts(tiny_decoder("gemma3")) != truth
+        assert sampled() != truth
     with monkeypatch.context() as fault:
         fault.setattr(RaggedCache, "keep", lambda self, moves: None)
-        assert texts(tiny_decoder("gemma3")) != truth
+        assert sampled() != truth
 
 
 def test_a_tree_accepts_more_than_its_best_path():
     lengths = []
-    for size in (0, 15):
-        decoder = tiny_decoder("gemma3", tree_size=size, eos_ids=[])
-        outputs = decoder.generate(prompts(10, seed=4), Params(max_tokens=40))
+    for method in ("walk", "dcoco"):
+        decoder = tiny_decoder("gemma3", worth=0.0, eos_ids=[])
+        outputs = decoder.generate(prompts(10, seed=4), Params(max_tokens=40), method)
         lengths.append(sum(o.stats.committed_tokens for o in outputs) / sum(o.stats.rounds for o in outputs))
     assert lengths[1] > 1.1 * lengths[0]
