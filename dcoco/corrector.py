@@ -12,11 +12,10 @@ an activation and a dot product. The anchor is slot 0 and its own only candidate
 said after the same words before (`dcoco/recall.py`), a learned vector for the length of that match joins the sum. `w`
 starts at zero: an untrained corrector is exactly the plain drafter.
 
-Shapes: R rows, n slots, K candidates, H hidden size, D width of a representation, M width of the pair score.
+Shapes: R rows, n slots, m = n + 1, K candidates, H hidden size, D width of a representation, M width of the pair score.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ class CorrectorConfig:
 
     hidden_size: int
     width: int = 128
-    pair_width: int = 256
+    pair_width: int = 128
 
 
 @dataclass
@@ -62,18 +61,18 @@ class Scores:
 
 
 class Corrector(nn.Module):
-    """Scores neighbouring candidates of a lattice. About 512 x H + 136 k parameters, no vocabulary-sized table."""
+    """Scores neighbouring candidates of a lattice. About 512 x H + 52 k parameters, no vocabulary-sized table."""
 
     def __init__(self, config: CorrectorConfig):
         super().__init__()
         self.config = config
         hidden, width, pair = config.hidden_size, config.width, config.pair_width
         self.token = nn.Linear(hidden, width, bias=False)
-        self.slot = nn.Linear(hidden, width, bias=False)
+        self.slot = nn.Linear(
+            hidden, 3 * width, bias=False
+        )  # for the candidates, and the slot as left and right of two
         self.scalars = nn.Linear(3, width)
-        self.state = nn.Linear(2 * hidden, width, bias=False)
-        self.pair_before = nn.Linear(width, pair, bias=False)
-        self.pair_after = nn.Linear(width, pair, bias=False)
+        self.pair_both = nn.Linear(width, 2 * pair, bias=False)  # the candidate as the one before, and as the one after
         self.pair_state = nn.Linear(width, pair)
         self.pair_recalled = nn.Embedding(LONGEST + 1, pair, padding_idx=0)
         self.pair_out = nn.Linear(pair, 1, bias=False)
@@ -81,45 +80,48 @@ class Corrector(nn.Module):
 
     def forward(self, lattice: Lattice, table: Tensor, recalled: Recalled | None = None) -> Scores:
         """Score all pairs of a lattice; `table` [V, D] is what `token_table` makes of the target's embedding."""
-        anchor_RD, others_RnKD, states_RnM = self.represent(lattice, lambda ids: F.embedding(ids, table))
-        after_RnKM = self.pair_after(others_RnKD) + states_RnM[:, :, None]
-        before_R1M, before_RmKM = self.pair_before(anchor_RD)[:, None], self.pair_before(others_RnKD[:, :-1])
-        first = self.pair(before_R1M + after_RnKM[:, 0])
-        rest = self.pair(before_RmKM[:, :, :, None] + after_RnKM[:, 1:, None])
+        candidates_RmKD, states_RnM = self.represent(lattice, F.embedding(with_anchor(lattice), table))
+        before_RmKM, after_RmKM = self.pair_both(candidates_RmKD).chunk(2, dim=-1)
+        after_RnKM = after_RmKM[:, 1:] + states_RnM[:, :, None]
+        summed_RnKKM = before_RmKM[:, :-1, :, None] + after_RnKM[:, :, None]
         if recalled is not None:
-            row, column_Rn = torch.arange(len(first), device=first.device)[:, None], recalled.column
-            slot = torch.arange(column_Rn.shape[1], device=first.device)
-            before_RnM = torch.cat([before_R1M, before_RmKM[row, slot[:-1], column_Rn[:, :-1]]], dim=1)
-            again_RnM = before_RnM + after_RnKM[row, slot, column_Rn] + self.pair_recalled(recalled.matched)
-            again_Rn = self.pair(again_RnM)
-            first[row[:, 0], column_Rn[:, 0]] = again_Rn[:, 0]
-            rest[row, slot[:-1], column_Rn[:, :-1], column_Rn[:, 1:]] = again_Rn[:, 1:]
-        return Scores(lattice.log_probs[:, 0] + first, lattice.log_probs[:, 1:, None] + rest)
+            row, slot = _indices(lattice)
+            column_Rm = F.pad(recalled.column, (1, 0))
+            summed_RnKKM[row, slot, column_Rm[:, :-1], column_Rm[:, 1:]] += self.pair_recalled(recalled.matched)
+        scores_RnKK = lattice.log_probs[:, :, None] + self.pair(summed_RnKKM)
+        return Scores(scores_RnKK[:, 0, 0], scores_RnKK[:, 1:])
 
     def token_table(self, embedding: Tensor) -> Tensor:
         """Projections [.., D] of token embeddings [.., H]: of the whole vocabulary once, before decoding."""
         return self.token(_norm(embedding))
 
-    def represent(self, lattice: Lattice, tokens: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Representations of the anchor [R, D] and of all candidates [R, n, K, D], and the summand [R, n, M] of each
-        pair of slots. `tokens` gives the projections [.., D] of token ids [..]."""
-        hidden_RnH = _norm(torch.cat([lattice.anchor_hidden[:, None], lattice.hidden], dim=1))  # slot 0 is the anchor
-        states_RnM = self.pair_state(_norm(self.state(torch.cat([hidden_RnH[:, :-1], hidden_RnH[:, 1:]], dim=-1))))
-        slots_RnD = self.slot(hidden_RnH)  # [R, n + 1, D]
-        certain = torch.zeros_like(lattice.log_probs[:, 0, :1])  # the anchor's log-probability
-        anchor_R1D = self._represent(tokens(lattice.anchors[:, None]), certain, slots_RnD[:, 0])
-        others_RnKD = self._represent(tokens(lattice.ids), lattice.log_probs, slots_RnD[:, 1:])
-        return anchor_R1D[:, 0], others_RnKD, states_RnM
+    def represent(self, lattice: Lattice, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Representations [R, n + 1, K, D] of the anchor (slot 0, where only column 0 has a meaning) and of all
+        candidates, and the summand [R, n, M] of each pair of slots. `tokens` [R, n + 1, K, D] are the projections of
+        `with_anchor(lattice)`."""
+        hidden_RmH = _norm(torch.cat([lattice.anchor_hidden[:, None], lattice.hidden], dim=1))
+        slot_RmD, left_RmD, right_RmD = self.slot(hidden_RmH).chunk(3, dim=-1)
+        states_RnM = self.pair_state(_norm(left_RmD[:, :-1] + right_RmD[:, 1:]))
+        log_probs = F.pad(lattice.log_probs, (0, 0, 1, 0))  # the anchor is certain
+        rank = torch.arange(log_probs.shape[-1], device=log_probs.device) / 16.0
+        scalars = torch.stack([log_probs, log_probs - log_probs[..., :1], rank.expand_as(log_probs)], dim=-1)
+        scalars_RmKD = self.scalars(scalars.to(hidden_RmH.dtype))
+        return _norm(tokens + slot_RmD[:, :, None] + scalars_RmKD), states_RnM
 
     def pair(self, summed: Tensor) -> Tensor:
         """Pair scores [...] float32 of summed first layers [..., M] (overwritten)."""
         return self.pair_out(F.relu_(summed)).squeeze(-1).float()
 
-    def _represent(self, tokens: Tensor, log_probs: Tensor, slots: Tensor) -> Tensor:
-        """Representations [..., K, D] of candidates: tokens [..., K, D], log_probs [..., K], slots [..., D]."""
-        rank = torch.arange(log_probs.shape[-1], device=log_probs.device) / 16.0
-        scalars = torch.stack([log_probs, log_probs - log_probs[..., :1], rank.expand_as(log_probs)], dim=-1)
-        return _norm(tokens + slots[..., None, :] + self.scalars(scalars.to(slots.dtype)))
+
+def with_anchor(lattice: Lattice) -> Tensor:
+    """Candidates int64 [R, n + 1, K] with the anchor as slot 0, in each column."""
+    anchors_R1K = lattice.anchors[:, None, None].expand(-1, 1, lattice.ids.shape[2])
+    return torch.cat([anchors_R1K, lattice.ids], dim=1)
+
+
+def _indices(lattice: Lattice) -> tuple[Tensor, Tensor]:
+    rows, slots, _ = lattice.ids.shape
+    return torch.arange(rows, device=lattice.ids.device)[:, None], torch.arange(slots, device=lattice.ids.device)
 
 
 def _norm(x: Tensor) -> Tensor:

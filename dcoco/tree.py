@@ -49,17 +49,18 @@ def grow(
     width = min(size, candidates)
     row = torch.arange(rows, device=lattice.ids.device)[:, None]
     race = target_race(lattice, batch, positions)
+    first_RK = _log_probs(scores.first[:, None, None], race, 0)[:, 0, 0]
+    rest_RnKK = _log_probs(scores.rest, race, 1)
 
     # By slot, W paths each: log-probability, candidate taken, and parent (a query of the tree of all paths kept).
-    reach_RW, chosen_RW = _log_probs(scores.first, race, 0).topk(width)
-    reach, chosen, parents = [reach_RW - STEP_COST], [chosen_RW], [torch.zeros_like(chosen_RW)]
+    reach_RW, chosen_RW = first_RK.topk(width)
+    reach, chosen, parents = [reach_RW], [chosen_RW], [torch.zeros_like(chosen_RW)]
     follows_RW = None if recalled is None else chosen_RW == recalled.column[:, :1]  # the recalled text so far
     for slot in range(1, slots):
-        step_RKK = _log_probs(scores.rest[:, slot - 1], race, slot)
-        onward_RWK = reach[-1][..., None] + step_RKK[row, chosen[-1]]
+        onward_RWK = reach[-1][..., None] + rest_RnKK[row, slot - 1, chosen[-1]]
         reach_RW, flat_RW = onward_RWK.flatten(1).topk(width)
         before_RW = flat_RW // candidates
-        reach.append(reach_RW - STEP_COST)
+        reach.append(reach_RW)
         chosen.append(flat_RW - before_RW * candidates)
         parents.append(before_RW + ((slot - 1) * width + 1))
         if recalled is not None and follows_RW is not None:
@@ -102,10 +103,11 @@ def _last_step(scores: Scores, recalled: Recalled, temperature_R: Tensor | None)
     return scores_RK.log_softmax(-1)[row, last]
 
 
-def _log_probs(scores: Tensor, race: tuple[Tensor, Tensor] | None, slot: int) -> Tensor:
-    """Log-probabilities [..., K] of scores [R, K] or [R, K, K], given the noise of the target's draw."""
+def _log_probs(scores: Tensor, race: tuple[Tensor, Tensor] | None, first: int) -> Tensor:
+    """Log-probabilities of scores [R, s, I, K] into the slots from index `first` on, given the noise of the target's
+    draw, less the cost of a step; I counts the candidates before."""
     if race is not None:
         temperature_R, noise_RnK = race
-        shape = (-1,) + (1,) * (scores.ndim - 2)
-        scores = scores / temperature_R.view(*shape, 1) - noise_RnK[:, slot].view(*shape, scores.shape[-1])
-    return scores.log_softmax(-1)
+        noise_RsK = noise_RnK[:, first : first + scores.shape[1]]
+        scores = scores / temperature_R[:, None, None, None] - noise_RsK[:, :, None]
+    return scores.log_softmax(-1) - STEP_COST

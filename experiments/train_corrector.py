@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dcoco.corrector import Corrector, CorrectorConfig, Scores, save_corrector
+from dcoco.corrector import Corrector, CorrectorConfig, Scores, save_corrector, with_anchor
 from dcoco.decoder import TREE_SIZE
 from dcoco.recall import Recalled, recall
 from dcoco.targets import load_target
@@ -168,17 +168,15 @@ def teacher_forced_loss(corrector: Corrector, blocks: Blocks, embedding: Tensor,
     is_truth = lattice.ids == labels_Nn[..., None]
     reachable = is_truth.any(-1).long().cumprod(-1).bool()  # the truth is on the lattice, here and at all slots before
     truth_Nn = is_truth.long().argmax(-1)
-    used, column = torch.unique(torch.cat([lattice.anchors, lattice.ids.flatten()]), return_inverse=True)
-    table, count = corrector.token_table(embedding[used].float()), len(lattice.anchors)  # each token projected once
-    anchor_column, column = column[:count, None], column[count:].view(lattice.ids.shape)
-    anchor_ND, others_NnKD, states_NnM = corrector.represent(
-        lattice, lambda ids: F.embedding(anchor_column if ids.ndim == 2 else column, table)
-    )
-    index = truth_Nn[:, :-1, None, None].expand(-1, -1, 1, others_NnKD.shape[-1])
-    before_NnD = torch.cat([anchor_ND[:, None], others_NnKD[:, :-1].gather(2, index).squeeze(2)], dim=1)
+    used, column_NmK = torch.unique(with_anchor(lattice), return_inverse=True)  # each token projected once
+    tokens_NmKD = F.embedding(column_NmK, corrector.token_table(embedding[used].float()))
+    candidates_NmKD, states_NnM = corrector.represent(lattice, tokens_NmKD)
+    index = F.pad(truth_Nn[:, :-1], (1, 0))[:, :, None, None].expand(-1, -1, 1, candidates_NmKD.shape[-1])
+    before_NnD = candidates_NmKD[:, :-1].gather(2, index).squeeze(2)
     # From here on only the slots that count: S of them.
-    before_SM = corrector.pair_before(before_NnD[reachable])
-    after_SKM = corrector.pair_after(others_NnKD[reachable]) + states_NnM[reachable][:, None]
+    before_SM, _ = corrector.pair_both(before_NnD[reachable]).chunk(2, dim=-1)
+    _, after_SKM = corrector.pair_both(candidates_NmKD[:, 1:][reachable]).chunk(2, dim=-1)
+    after_SKM = after_SKM + states_NnM[reachable][:, None]
     # The recalled candidate, where the truth has followed what was recalled so far.
     column_Nn, followed_Nn = blocks.recalled.column, torch.ones_like(reachable)
     followed_Nn[:, 1:] = truth_Nn[:, :-1] == column_Nn[:, :-1]

@@ -97,12 +97,12 @@ def test_the_corrector_scores_pairs_as_documented():
         def represent(token, log_prob, best, rank, hidden):
             scalars = torch.tensor([log_prob, log_prob - best, rank / 16])
             embedded = unit(embedding.weight[token])
-            return unit(corrector.token(embedded) + corrector.slot(unit(hidden)) + corrector.scalars(scalars))
+            return unit(corrector.token(embedded) + corrector.slot(unit(hidden))[:6] + corrector.scalars(scalars))
 
         def pair(before, after, hidden_before, hidden_after):
-            both = torch.cat([unit(hidden_before), unit(hidden_after)])
-            state = corrector.pair_state(unit(corrector.state(both)))
-            inner = corrector.pair_before(before) + corrector.pair_after(after) + state
+            left, right = corrector.slot(unit(hidden_before))[6:12], corrector.slot(unit(hidden_after))[12:]
+            state = corrector.pair_state(unit(left + right))
+            inner = corrector.pair_both(before)[:10] + corrector.pair_both(after)[10:] + state
             return corrector.pair_out(inner.clamp(min=0)).item()
 
         def candidate(row, slot, k):
