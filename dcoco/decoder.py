@@ -24,7 +24,7 @@ from dcoco.walk import walk
 from drafters.base import Draft, Drafter
 from drafters.registry import load_drafter
 from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled, verify_tree
-from verifier.sampling import SamplingParams, draw, probabilities
+from verifier.sampling import SamplingParams, best_logprobs, draw, probabilities
 from verifier.target import Target
 
 Method = Literal["dcoco", "walk", "top1", "plain"]
@@ -138,8 +138,13 @@ class DCOCODecoder:
             ids = torch.cat([batch.anchors[:, None], draft.tokens], dim=1)
             taps = self.drafter.taps if self.drafter and batch.method != "plain" else ()
             result = self.target.forward(ids, batch.cache, taps, tree=draft.tree)
-            verdict = self._verify(batch, self.target.logits(result.hidden), draft, limits, positions)
+            logits = self.target.logits(result.hidden)
+            verdict = self._verify(batch, logits, draft, limits, positions)
             batch.remember(positions, verdict.tokens)
+            if batch.counts is not None:
+                batch.counts.add(0, verdict.tokens, verdict.accepted + 1)
+            if batch.logprobs_wanted is not None:
+                batch.logprobs = best_logprobs(_along(verdict.path, logits), verdict.tokens, batch.logprobs_wanted)
             if batch.draft_state is not None and self.drafter is not None:
                 committed = [_along(verdict.path, tap) for tap in result.taps]
                 self.drafter.observe(batch.draft_state, 0, committed, verdict.accepted + 1)
@@ -174,6 +179,11 @@ class DCOCODecoder:
         levels = positions.shape[1] - 1
         if draft.tree is not None:
             positions = positions.gather(1, draft.tree.depths)
+        if batch.processors is not None:
+            queries = logits.shape[1]
+            chain = torch.ones(queries, queries, dtype=torch.bool, device=logits.device).tril()
+            sees = chain.expand(len(logits), -1, -1) if draft.tree is None else draft.tree.sees
+            logits = batch.processors.apply(logits, positions, batch.counts, 0, draft.tokens, sees)
         if batch.sampling.all_greedy:
             y = logits.float().argmax(-1)
         else:
@@ -218,17 +228,22 @@ class DCOCODecoder:
         if len(each) != len(prompt_ids):
             raise ParameterError(f"params: {len(each)} given for {len(prompt_ids)} prompts; give one, or one a prompt")
         engine = self._engine(prompt_ids, each, method, trace)
-        requests = [engine.submit(ids, one) for ids, one in zip(prompt_ids, each, strict=True)]
+        asked = [engine.submit_all(ids, one) for ids, one in zip(prompt_ids, each, strict=True)]
+        requests = [request for answers in asked for request in answers]
         with tqdm(total=len(requests), disable=not progress, unit="prompt") as bar:
             while engine.busy:
                 bar.update(len({id(request) for request in engine.step() if request.output is not None}))
-        return [request.result() for request in requests]
+        for first, *others in asked:
+            first.result().others = [other.result() for other in others]
+        return [answers[0].result() for answers in asked]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, method: Method = "dcoco", trace: bool = False
     ) -> Iterator[Chunk]:
         """Answer one prompt piece by piece: a chunk a round, whole characters only; the last one holds the output."""
         ids, params = self.encode(prompt), params or SamplingParams()
+        if params.n != 1:
+            raise ParameterError(f"n={params.n}: a stream has one answer; call generate, or stream once a seed")
         engine = self._engine([ids], [params], method, trace)
         request = engine.submit(ids, params)
         while engine.busy:
@@ -262,7 +277,7 @@ class DCOCODecoder:
                 f"method={method!r} needs a drafter and this target has none: pass drafter= or method='plain'"
             )
         longest = max((len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True)), default=1)
-        return Engine(self, method, min(len(prompts), self.max_rows) or 1, longest, trace)
+        return Engine(self, method, min(sum(p.n for p in params), self.max_rows) or 1, longest, trace)
 
 
 def _along(path_Rn: Tensor | None, tap_RQH: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from dcoco.errors import ParameterError
 from dcoco.output import PHASES, RequestOutput, RoundTrace, Stats
 from drafters.base import DraftState
 from verifier.cache import RaggedCache
-from verifier.sampling import SamplingBatch, SamplingParams, draw, probabilities
+from verifier.processors import Processors, TokenCounts, has_penalty
+from verifier.sampling import SamplingBatch, SamplingParams, best_logprobs, draw, probabilities
 from verifier.target import PREFILL_CHUNK
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class Request:
         self.seed = random.getrandbits(63) if params.seed is None else params.seed
         self.limit = limit  # new tokens at most
         self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.stats = Stats()
         self.trace: list[RoundTrace] | None = [] if trace else None
         self.output: RequestOutput | None = None
@@ -63,6 +66,15 @@ class Request:
             self._hand_out(text, token)
         return len(token_ids)
 
+    def note_logprobs(self, found: Any, row: int, count: int) -> None:
+        """Keep the log-probabilities of the first `count` tokens of a row, from `best_logprobs`."""
+        if self.logprobs is None or self.params.logprobs is None:
+            return
+        ids, values = found
+        for token_ids, token_values in zip(ids[row][:count], values[row][:count], strict=True):
+            wanted = slice(self.params.logprobs + 1)
+            self.logprobs.append(dict(zip(token_ids[wanted], token_values[wanted], strict=True)))
+
     def take(self) -> tuple[str, list[int]]:
         """Text and tokens since the last call."""
         taken = self._pending_text, self._pending_ids
@@ -81,7 +93,9 @@ class Request:
     def _finish(self, reason: Literal["stop", "length"]) -> None:
         self.stats.seconds = time.perf_counter() - self.begun
         text = self._detokenizer.text
-        self.output = RequestOutput(self.prompt_ids, self.token_ids, text, reason, self.stats, self.trace)
+        self.output = RequestOutput(
+            self.prompt_ids, self.token_ids, text, reason, self.stats, self.trace, self.logprobs
+        )
 
 
 class Batch:
@@ -95,6 +109,10 @@ class Batch:
         self.requests: list[Request] = []
         self.anchors: Tensor = torch.empty(0, dtype=torch.int64, device=cache.device)  # [R]
         self.sampling = SamplingBatch.stack([], [], cache.device)
+        self.processors: Processors | None = None
+        self.counts: TokenCounts | None = None  # allocated for the first request with a penalty
+        self.logprobs_wanted: int | None = None  # the most that a request wants
+        self.logprobs: Any = None  # of the last round's tokens, where they are wanted
         self.lattice_ids: Tensor | None = None  # [R, n, K] of the last round, for traces
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)  # of the last round
 
@@ -116,6 +134,8 @@ class Batch:
         """Make row `target` a copy of row `source`."""
         self.cache.move(source, target)
         self.history[target] = self.history[source]
+        if self.counts is not None:
+            self.counts.move(source, target)
         if self.draft_state is not None:
             self.draft_state.move(source, target)
 
@@ -166,6 +186,8 @@ class Engine:
         if not ids:
             raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
         vocabulary = self.target.vocab_size
+        if biased := [token for token in params.logit_bias or () if token >= vocabulary]:
+            raise ParameterError(f"logit_bias names token {biased[0]}; the vocabulary ends at {vocabulary - 1}")
         wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
         if wrong:
             raise ParameterError(f"prompt token {wrong[0]!r} is not an id of the vocabulary (0..{vocabulary - 1})")
@@ -178,6 +200,11 @@ class Engine:
         request = Request(ids, params, limit, detokenizer, self.trace)
         self.waiting.append(request)
         return request
+
+    def submit_all(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Queue `params.n` requests for one prompt, with the seeds seed, seed + 1, ... (or any)."""
+        seeds = [None if params.seed is None else _wrap(params.seed + index) for index in range(params.n)]
+        return [self.submit(prompt_ids, replace(params, n=1, seed=seed)) for seed in seeds]
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
@@ -201,6 +228,7 @@ class Engine:
             tokens, queries = rest[: accepted + 1], rest[columns : columns + accepted + 1]
             start = len(request.token_ids)
             taken = request.commit(tokens, self.decoder.eos_ids)
+            request.note_logprobs(batch.logprobs, row, taken)
             request.stats.count(drafted, lengths[row], min(accepted, taken), taken, batch.phase_seconds)
             if request.trace is not None:
                 lattice = batch.lattice_ids
@@ -240,10 +268,23 @@ class Engine:
         sampling = SamplingBatch.stack([r.params for r in fresh], [r.seed for r in fresh], self.target.device)
         logits = self.target.logits(hidden_RH[:, None])
         positions = torch.tensor([[len(request.prompt_ids)] for request in fresh], device=self.target.device)
-        first_tokens = draw(probabilities(logits, sampling), sampling, positions)[:, 0]
+        if any(has_penalty(request.params) for request in fresh):
+            batch.counts = batch.counts or TokenCounts(self.rows, self.target.vocab_size, self.target.device)
+            for row, request in enumerate(fresh, start=first):
+                batch.counts.start(row, request.prompt_ids)
+        processed = logits
+        if processors := self._processors(fresh):
+            nothing, itself = positions[:, :0], torch.ones_like(positions, dtype=torch.bool)[..., None]
+            processed = processors.apply(logits, positions, batch.counts, first, nothing, itself)
+        first_tokens = draw(probabilities(processed, sampling), sampling, positions)[:, 0]
+        if batch.counts is not None:
+            batch.counts.add(first, first_tokens[:, None], torch.ones_like(first_tokens))
         batch.anchors = torch.cat([batch.anchors, first_tokens])
         batch.history[first : first + len(fresh)].scatter_(1, positions, first_tokens[:, None])
-        for request, token in zip(fresh, first_tokens.tolist(), strict=True):
+        wanted = [request.params.logprobs for request in fresh if request.params.logprobs is not None]
+        found = best_logprobs(logits, first_tokens[:, None], max(wanted)) if wanted else None
+        for row, (request, token) in enumerate(zip(fresh, first_tokens.tolist(), strict=True)):
+            request.note_logprobs(found, row, 1)
             request.commit([token], self.decoder.eos_ids)
         self._stack_sampling()
         self._drop_finished()
@@ -294,3 +335,14 @@ class Engine:
         requests = self.batch.requests
         params, seeds = [r.params for r in requests], [r.seed for r in requests]
         self.batch.sampling = SamplingBatch.stack(params, seeds, self.target.device)
+        self.batch.processors = self._processors(requests)
+        self.batch.logprobs_wanted = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+
+    def _processors(self, requests: list[Request]) -> Processors | None:
+        params, lengths = [r.params for r in requests], [len(r.prompt_ids) for r in requests]
+        return Processors.stack(params, lengths, list(self.decoder.eos_ids), self.target.device)
+
+
+def _wrap(seed: int) -> int:
+    """A seed as an int64, going round at the end of its range."""
+    return (seed + 2**63) % 2**64 - 2**63

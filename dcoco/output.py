@@ -73,6 +73,14 @@ class RequestOutput:
     finish_reason: Literal["stop", "length"]
     stats: Stats
     trace: list[RoundTrace] | None = None
+    # Where `SamplingParams.logprobs` asks, for each token {id: log-probability}: the token itself, then the best ones.
+    logprobs: list[dict[int, float]] | None = None
+    others: list["RequestOutput"] = field(default_factory=list)  # the further answers where `SamplingParams.n` > 1
+
+    @property
+    def outputs(self) -> list["RequestOutput"]:
+        """All answers to the prompt: this one, then those with the seeds seed + 1, ..."""
+        return [self, *self.others]
 
 
 @dataclass

@@ -8,7 +8,7 @@ Shapes: R rows (requests), Q query positions a row, V vocabulary, K candidates a
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from numbers import Integral, Real
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from verifier.errors import ParameterError
 
+MAX_LOGPROBS = 20  # as in vLLM and OpenAI's API
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy, as in vLLM
 _FLOAT32_MAX = 3.4028234e38
 _INT32_MAX = 2**31 - 1
@@ -37,7 +38,8 @@ class Stream(IntEnum):
 class SamplingParams:
     """How one request is sampled; names and meanings are those of vLLM's `SamplingParams`.
 
-    After construction `stop` and `stop_token_ids` are always tuples, and a `top_k` of -1 is 0. Raises `ParameterError`.
+    After construction `stop` and `stop_token_ids` are always tuples, and a `top_k` of -1 is 0. All but the fields from
+    `min_tokens` to `logit_bias` are applied here; those are in `verifier/processors.py`. Raises `ParameterError`.
     """
 
     max_tokens: int = 256  # tokens to generate at most, >= 1
@@ -49,6 +51,13 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None  # generation ends before the first of these strings
     stop_token_ids: Sequence[int] | None = None  # generation ends at any of these tokens
     ignore_eos: bool = False  # go on past the end-of-sequence token
+    min_tokens: int = 0  # no end-of-sequence token and none of stop_token_ids before so many tokens
+    repetition_penalty: float = 1.0  # > 1 makes tokens of prompt and answer less likely; 1 = off
+    presence_penalty: float = 0.0  # -2 to 2, taken off the logits of the answer's tokens
+    frequency_penalty: float = 0.0  # -2 to 2, the same for each time that they occur
+    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens, -100 to 100
+    logprobs: int | None = None  # log-probabilities of each token and so many best ones (0 to 20), before all this
+    n: int = 1  # answers to the prompt, with the seeds seed, seed + 1, ...
 
     def __post_init__(self) -> None:
         def store(name: str, value: object) -> None:
@@ -67,6 +76,16 @@ class SamplingParams:
         store("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise ParameterError(f"ignore_eos={self.ignore_eos!r}: must be True or False")
+        store("min_tokens", _integer("min_tokens", self.min_tokens, 0, self.max_tokens))
+        store("repetition_penalty", _number("repetition_penalty", self.repetition_penalty, 0.0, _FLOAT32_MAX))
+        if self.repetition_penalty == 0.0:
+            raise ParameterError("repetition_penalty=0.0: must be above 0; 1 switches it off")
+        store("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
+        store("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
+        store("logit_bias", _biases("logit_bias", self.logit_bias))
+        if self.logprobs is not None:
+            store("logprobs", _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS))
+        store("n", _integer("n", self.n, 1, _INT32_MAX))
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
@@ -87,6 +106,17 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) and item for item in items):
         raise ParameterError(f"{name}={value!r}: must be a non-empty string or a list of non-empty strings")
     return tuple(items)
+
+
+def _biases(name: str, value: object) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ParameterError(f"{name}={value!r}: must be a dictionary from token ids to numbers")
+    return {
+        _integer(f"{name} token", token, 0, _INT32_MAX): _number(f"{name}[{token}]", bias, -100.0, 100.0)
+        for token, bias in value.items()
+    }
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
@@ -210,6 +240,19 @@ def draw(p: Tensor, batch: SamplingBatch, positions: Tensor, stream: Stream = St
         return p.argmax(-1)
     noise = exponential_noise(batch.seed, positions, stream, torch.arange(p.shape[-1], device=p.device))
     return torch.div(p, noise, out=noise).argmax(-1)  # greedy rows need no care: their p is one-hot
+
+
+def best_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
+    """Log-probabilities of tokens [R, Q] and of the `count` most probable ones, by logits [R, Q, V] as they are.
+
+    Returns ids and values, nested lists [R][Q][count + 1]; the token itself comes first, and again among the best where
+    it is one of them. Waits for the device.
+    """
+    log_probs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    best = log_probs.topk(count)
+    ids = torch.cat([tokens[..., None], best.indices], dim=-1)
+    values = torch.cat([log_probs.gather(-1, tokens[..., None]), best.values], dim=-1)
+    return ids.tolist(), values.tolist()
 
 
 _GOLDEN64 = 0x9E3779B97F4A7C15 - 2**64  # constants of splitmix64 and murmur3, as the signed integers that torch has
