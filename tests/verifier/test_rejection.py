@@ -14,8 +14,17 @@ from scipy import stats
 from torch import Tensor
 
 from verifier import rejection
-from verifier.rejection import Verdict, accept_probability, residual, verify_match, verify_one_hot, verify_sampled
+from verifier.rejection import (
+    Verdict,
+    accept_probability,
+    residual,
+    verify_match,
+    verify_one_hot,
+    verify_sampled,
+    verify_tree,
+)
 from verifier.sampling import SamplingBatch, SamplingParams, Stream, draw, exponential_noise, probabilities
+from verifier.tree import Tree
 
 
 @dataclass
@@ -149,6 +158,89 @@ def test_match_is_exact_for_every_draft(vocab, n):
             joint.index_put_(tuple(verdict.tokens[rows, : a + 1].t()), weight[rows], accumulate=True)
             law += extend(joint, toy.target)
         assert (law - toy.law()).abs().max() < 1e-12
+
+
+def random_draft_tree(random: torch.Generator, vocab: int, nodes: int, levels: int) -> tuple[Tensor, Tree, Tensor]:
+    """Tokens [1, N] of a random tree with distinct siblings, the tree, and each query's last token [1, N + 1]."""
+    tokens, parents, depths, taken = [], [], [0], {(0, -1)}
+    while len(tokens) < nodes:
+        parent = int(torch.randint(len(depths), (1,), generator=random))
+        token = int(torch.randint(vocab, (1,), generator=random))
+        if depths[parent] < levels and (parent, token) not in taken:
+            taken.add((parent, token))
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+    valid = torch.rand(1, nodes, generator=random) < 0.9
+    return torch.tensor([tokens]), Tree.build(torch.tensor([parents]), valid, levels), torch.tensor([[0, *tokens]])
+
+
+@pytest.mark.parametrize(("vocab", "nodes", "levels"), [(3, 1, 1), (3, 4, 2), (3, 5, 3), (4, 4, 2), (5, 3, 3)])
+def test_trees_are_exact_for_every_draw(vocab, nodes, levels):
+    """`verify_tree` on all of the target's possible draws at all queries, for trees of any shape."""
+    random = torch.Generator().manual_seed(vocab + nodes)
+    toy = Toy.random(vocab, 1, levels + 1, seed=nodes)
+    y = every_draft(vocab, nodes + 1)
+    for _ in range(6):
+        tokens, tree, last = random_draft_tree(random, vocab, min(nodes, vocab * levels), levels)
+        p = toy.target[tree.depths[0], last[0]].expand(len(y), -1, -1)
+        weight = p.gather(-1, y.unsqueeze(-1)).squeeze(-1).prod(-1)
+        every = [part.expand(len(y), *part.shape[1:]) for part in (tree.parents, tree.valid, tree.sees, tree.depths)]
+        verdict = verify_tree(y, tokens.expand(len(y), -1), Tree(*every), levels)
+        law = torch.zeros([vocab] * (levels + 1), dtype=torch.float64)
+        for a in range(levels + 1):
+            joint = torch.zeros([vocab] * (a + 1), dtype=torch.float64)
+            rows = verdict.accepted == a
+            joint.index_put_(tuple(verdict.tokens[rows, : a + 1].t()), weight[rows], accumulate=True)
+            law += extend(joint, toy.target)
+        assert (law - toy.law()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.6}, {"top_k": 3, "top_p": 0.7}, {"top_k": 1}]
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_filters_that_remove_drafted_tokens_stay_exact(filters, ties):
+    """p after the filters: one-hot, with ties, and with zeros where the walk drafts."""
+    toy = Toy.random(5, 3, 3, seed=11)
+    logits = toy.target.log()
+    if ties:
+        logits = logits.round()
+    batch = SamplingBatch.stack([SamplingParams(temperature=0.7, **filters)] * len(logits), range(len(logits)))
+    toy.target = probabilities(logits, batch)
+    assert toy.target.dtype == torch.float64 and (toy.target == 0).any()
+    assert (sampled_walk_law(toy) - toy.law()).abs().max() < 1e-12
+    one = Toy(toy.target, toy.candidates[:, :1], torch.ones_like(toy.q[..., :1]))  # a draft that was not drawn
+    assert (sampled_walk_law(one) - one.law()).abs().max() < 1e-12
+
+
+def test_control_unnormalised_q():
+    toy = Toy.random(5, 3, 3, seed=1)
+    assert (sampled_walk_law(toy, believed_q=1.2 * toy.q) - toy.law()).abs().max() > 1e-3
+
+
+def test_control_predecessor_off_by_one():
+    """q of the token two places before instead of the one before."""
+    toy = Toy.random(5, 3, 3, seed=1)
+    shifted = toy.q.clone()
+    shifted[1] = toy.q[1, 0]
+    assert (sampled_walk_law(toy, believed_q=shifted) - toy.law()).abs().max() > 1e-3
+
+
+def test_control_rows_mixed_up():
+    """The verifier is told the q of the row beside."""
+    n = 40_000
+    toy = [Toy.random(4, 4, 2, seed=seed) for seed in (0, 1)]
+    p = torch.stack([t.target[:, 0] for t in toy]).float().repeat(n // 2, 1, 1)
+    q = torch.stack([t.q[:1, 0] for t in toy]).float().repeat(n // 2, 1, 1)
+    ids = torch.stack([t.candidates[:1] for t in toy]).repeat(n // 2, 1, 1)
+    batch, positions, lengths = sampled(n), torch.arange(2).expand(n, 2), torch.ones(n, dtype=torch.int64)
+    noise = exponential_noise(batch.seed, positions[:, :1], Stream.WALK, ids)
+    draft = ids.gather(-1, (q / noise).argmax(-1, keepdim=True)).squeeze(-1)
+    for told, exact in ((q, True), (q.roll(1, 0), False)):
+        verdict = verify_sampled(p, draft, lengths, ids, told, batch, positions)
+        pvalue = g_test(verdict.tokens[::2, :1], toy[0].target[0, 0])
+        assert pvalue > 1e-3 if exact else pvalue < 1e-9
 
 
 def test_control_residual_restricted_to_the_candidates():
