@@ -177,7 +177,10 @@ class DCOCODecoder:
 
     def _verify(self, batch: Batch, logits: Tensor, draft: Draft, limits: Tensor, positions: Tensor) -> Verdict:
         levels = positions.shape[1] - 1
-        if draft.tree is not None:
+        if draft.tree is None:
+            drafted = draft.tokens.shape[1]
+            positions, limits = positions[:, : drafted + 1], limits.clamp(max=drafted)
+        else:
             positions = positions.gather(1, draft.tree.depths)
         if batch.processors is not None:
             queries = logits.shape[1]

@@ -20,19 +20,20 @@ class Stats:
     draft_tokens: int = 0  # tokens drafted and submitted to verification
     accepted_tokens: int = 0  # of these, accepted and part of the output
     committed_tokens: int = 0  # tokens that rounds added to the output: accepted ones, corrections and bonus tokens
-    accepted_at: list[int] = field(default_factory=list)  # [t]: rounds whose draft token t + 1 was accepted
+    accepted_at: list[int] = field(default_factory=list)  # [t]: rounds that accepted more than t draft tokens
     seconds: float = 0.0  # from admission (prefill included) to the last token
     # Of the rounds that this request took part in, by phase (draft, correct, verify), shared with the rows beside it.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed by rounds / rounds; 1 is plain decoding, B + 1 the most. 0 where no round ran."""
+        """Tokens committed by rounds / rounds; 1 is plain decoding. 0 where no round ran."""
         return self.committed_tokens / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Rounds whose draft token t was accepted / all rounds, for t = 1 .. B; never increasing."""
+        """Rounds whose draft was accepted up to t tokens beyond the anchor / all rounds, for t = 1, 2, ... as far as
+        drafts could reach; never increasing."""
         return [count / self.rounds for count in self.accepted_at]
 
     @property

@@ -24,6 +24,7 @@ from verifier.sampling import SamplingBatch
 from verifier.tree import Tree
 
 STEP_COST = 1e-3  # taken off a path's log-probability a slot, so that a child comes after its parent even at certainty
+FLOOR = -1e3  # of a path's log-probability: far below, float32 can't tell the cost of a step any more
 
 
 def grow(
@@ -36,7 +37,7 @@ def grow(
     recalled: Recalled | None = None,
     worth: float = 0.0,
 ) -> Draft:
-    """Choose the most probable nodes of each row, none deeper than its limit.
+    """Choose the most probable nodes of each row, at most K a slot, none deeper than its limit.
 
     Args:
         positions: int64 [R, n], the absolute position of each slot's token.
@@ -83,7 +84,7 @@ def grow(
 
     log_probs = log_probs.masked_fill(depth > limits[:, None], -torch.inf)
     best_RN, node_RN = log_probs.topk(min(size, log_probs.shape[1]))
-    valid_RN = best_RN > math.log(worth) if worth else best_RN > -torch.inf
+    valid_RN = best_RN > (math.log(worth) if worth else FLOOR)
     if valid_RN.device.type == "cpu":  # elsewhere asking how many there are would cost more than padding
         most = int(valid_RN.sum(-1).amax())
         node_RN, valid_RN = node_RN[:, :most], valid_RN[:, :most]

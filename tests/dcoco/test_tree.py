@@ -10,6 +10,7 @@ from dcoco.corrector import Scores
 from dcoco.recall import Recalled
 from dcoco.tree import grow
 from dcoco.walk import walk
+from drafters.base import Draft
 from tests.dcoco.test_walk import CANDIDATES, POSITIONS, ROWS, SLOTS, batch, lattice, scores
 from tests.models import prompts, tiny_decoder
 from verifier.cache import RaggedCache
@@ -56,6 +57,39 @@ def test_the_most_probable_nodes_are_chosen(size):
         best = sorted(everything, key=lambda path: -everything[path])[:size]
         assert sorted(map(tuple, nodes)) == sorted(best)
         assert draft.tree.depths[row, 1 : len(nodes) + 1].tolist() == [len(path) for path in nodes]
+
+
+@pytest.mark.parametrize("temperature, scale", [(2e-5, 1.0), (1e-3, 1.0), (0.0, 1e5)])
+def test_extreme_scores_keep_parents_before_children_and_siblings_apart(temperature, scale):
+    for seed in range(20):
+        given, values = lattice(seed), scores(seed)
+        values.first *= scale
+        values.rest *= scale
+        draft = grow(given, values, batch(temperature), POSITIONS, ALL, 40)
+        for row in range(ROWS):
+            nodes = draft.tree.valid[row].nonzero().flatten().tolist()
+            named = {(draft.tree.parents[row, node].item(), draft.tokens[row, node].item()) for node in nodes}
+            assert len(named) == len(nodes) >= SLOTS
+            assert all(draft.tree.parents[row, node] <= node for node in nodes)
+
+
+def test_near_greedy_text_is_plain_samplings():
+    for seed in (8, 14, 25, 35):
+        decoder = tiny_decoder("gemma3", seed=seed, eos_ids=[], worth=0.0)
+        each = [SamplingParams(max_tokens=20, temperature=t, seed=1) for t in (2e-5, 5e-5, 1e-4, 1e-3)]
+        found = [[o.token_ids for o in decoder.generate(prompts(4, seed=seed), each, m)] for m in ("dcoco", "plain")]
+        assert found[0] == found[1]
+
+
+def test_a_drafter_with_a_finished_draft():
+    decoder = tiny_decoder("llama", eos_ids=[])
+    draft = decoder.drafter.draft
+    decoder.drafter.draft = lambda *arguments: Draft(draft(*arguments).ids[:, :, 0])
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=20, temperature=temperature, seed=1)
+        output, plain = (decoder.generate([[5, 6, 7]], params, method)[0] for method in ("dcoco", "plain"))
+        assert output.token_ids == plain.token_ids
+        assert output.stats.draft_tokens <= 4 * output.stats.rounds
 
 
 def test_only_nodes_that_are_worth_it_are_submitted():
