@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dcoco.errors import DrafterError
 from dcoco.recall import LONGEST, Recalled
 from drafters.base import Lattice
-from drafters.checkpoint import load_strictly, read_tensors
+from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number
 from verifier.linear import pack_linears
 from verifier.target import Target
 
@@ -144,11 +144,13 @@ def load_corrector(folder: Path, target: Target) -> Corrector | None:
     file = folder / "corrector.json"
     if not file.exists():
         return None
-    config = json.loads(file.read_text())
+    config = read_config(folder, file.name)
     config.pop("training", None)
     names = {field.name for field in fields(CorrectorConfig)}
     if set(config) != names:
         raise DrafterError(f"{file} has the keys {sorted(config)}; expected {sorted(names)}")
+    for name in names:
+        whole_number(config, name, file)
     if config["hidden_size"] != target.hidden_size:
         raise DrafterError(f"{file}: hidden_size={config['hidden_size']}, but the target's is {target.hidden_size}")
     corrector = Corrector(CorrectorConfig(**config))

@@ -29,7 +29,7 @@ from drafters import block_attention
 from drafters.base import Lattice, TrainingBatch
 from drafters.block import BlockDrafter
 from drafters.block_attention import BlockContext
-from drafters.checkpoint import load_strictly, read_config, read_tensors
+from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number, whole_numbers
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
@@ -195,7 +195,10 @@ class BlockDiffusionDrafter(BlockDrafter):
                 f"this version reads format={FORMAT} with predicts='next'"
             )
         shape = BlockDiffusionConfig(
-            tuple(config["target_layers"]), tuple(config["taps"]), config["block_size"], config["candidates"]
+            whole_numbers(config, "target_layers", file),
+            whole_numbers(config, "taps", file),
+            whole_number(config, "block_size", file),
+            whole_number(config, "candidates", file),
         )
         state = read_tensors(folder / "model.safetensors")
         draft_ids = state.get("draft_ids", torch.arange(target.vocab_size)).long()

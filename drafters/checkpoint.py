@@ -29,18 +29,34 @@ def target_identity(target: Target, tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a checkpoint folder."""
-    file = folder / "config.json"
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """A JSON object in a checkpoint folder."""
+    file = folder / name
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:
-        raise DrafterError(f"{folder} holds no config.json: not a drafter checkpoint") from None
+        raise DrafterError(f"{folder} holds no {name}: not a drafter checkpoint") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DrafterError(f"{file} is not JSON ({error}): download or train the checkpoint again") from None
     if not isinstance(config, dict):
         raise DrafterError(f"{file} holds a {type(config).__name__}, not an object")
     return config
+
+
+def whole_number(config: dict[str, Any], key: str, file: Path) -> int:
+    """A positive integer of a configuration."""
+    value = config[key]
+    if type(value) is not int or value < 1:
+        raise DrafterError(f"{file}: {key}={value!r} must be an integer of at least 1")
+    return value
+
+
+def whole_numbers(config: dict[str, Any], key: str, file: Path) -> tuple[int, ...]:
+    """A list of integers of a configuration."""
+    value = config[key]
+    if not isinstance(value, list) or not all(type(item) is int for item in value):
+        raise DrafterError(f"{file}: {key}={value!r} must be a list of integers")
+    return tuple(value)
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from transformers import (
 from dcoco import DCOCODecoder
 from dcoco.corrector import Corrector, CorrectorConfig
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
+from verifier.attention import fold_mask
 from verifier.target import Target
 
 VOCABULARY = 64
@@ -109,3 +110,14 @@ def prompts(count: int, longest: int = 20, seed: int = 0) -> list[list[int]]:
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, longest + 1, (count,), generator=random).tolist()
     return [torch.randint(3, VOCABULARY, (length,), generator=random).tolist() for length in lengths]
+
+
+def explicit_mask(target: Target, length: int) -> Any:
+    """The causal mask of one sequence run from its start by the bare model, never None."""
+    columns = torch.arange(length)
+    causal = columns[None, :] <= columns[:, None]
+    masks = {}
+    for kind, window in target.masks.windows.items():
+        inside = True if window is None else columns[None, :] > columns[:, None] - window
+        masks[kind] = fold_mask((causal & inside)[None], target.masks.repeats, target.dtype)
+    return masks if len(masks) > 1 else next(iter(masks.values()))

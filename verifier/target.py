@@ -183,12 +183,6 @@ class MaskMaker:
             masks[kind] = attention.fold_mask(allowed_RQL, self.repeats, self.dtype)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def explicit(self, length: int, device: torch.device) -> Tensor | dict[str, Tensor | None]:
-        """The causal mask of one sequence run from its start, never None."""
-        columns = torch.arange(length, device=device)
-        mask = attention.fold_mask((columns[None, :] <= columns[:, None])[None], self.repeats, self.dtype)
-        return mask if len(self.windows) == 1 else dict.fromkeys(self.windows, mask)
-
     def _by_type(self, positions_RQ: Tensor, last_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
         rows, queries = positions_RQ.shape
         all_visible = rows == 1 and (queries == 1 or last_RQ is not positions_RQ)

@@ -8,7 +8,7 @@ from dcoco import DCOCODecoder, SamplingParams
 from dcoco.errors import DrafterError, ParameterError, TargetError
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.dflash import DFlashConfig, DFlashDrafter
-from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
+from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, LetterTokenizer, explicit_mask, prompts, tiny_decoder
 from verifier.target import Target
 
 
@@ -17,18 +17,7 @@ def reference(decoder, prompt, tokens):
     ids = list(prompt)
     for _ in range(tokens):
         query = torch.tensor([ids])
-        mask = decoder.target.masks.explicit(len(ids), query.device)
-        if isinstance(mask, dict):  # sliding-window layers
-            positions = torch.arange(len(ids))
-            inside = positions[None, :] > positions[:, None] - decoder.target.config.sliding_window
-            causal = positions[None, :] <= positions[:, None]
-            low = torch.finfo(torch.float32).min
-            mask = {
-                kind: torch.zeros(len(ids), len(ids)).masked_fill(~(causal & (inside | ("full" in kind))), low)
-                for kind in mask
-            }
-            repeats = decoder.target.masks.repeats
-            mask = {kind: value.repeat(repeats, 1)[None, None] for kind, value in mask.items()}
+        mask = explicit_mask(decoder.target, len(ids))
         with torch.no_grad():
             logits = decoder.target.model(input_ids=query, attention_mask=mask, use_cache=False).logits
         ids.append(int(logits[0, -1].argmax()))
@@ -171,7 +160,7 @@ def test_the_second_token_follows_the_targets_law(rule):
 
     def law(ids):
         with torch.no_grad():
-            mask = decoder.target.masks.explicit(len(ids), torch.device("cpu"))
+            mask = explicit_mask(decoder.target, len(ids))
             logits = decoder.target.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits
         values, index = (logits[0, -1].double() / temperature).topk(5)
         return dict(zip(index.tolist(), values.softmax(-1).tolist(), strict=True))

@@ -7,7 +7,7 @@ import torch
 
 from dcoco import SamplingParams
 from dcoco.errors import ParameterError
-from tests.models import EOS, VOCABULARY, prompts, tiny_decoder
+from tests.models import EOS, VOCABULARY, explicit_mask, prompts, tiny_decoder
 from verifier.processors import Processors
 from verifier.sampling import Stream, exponential_noise
 
@@ -30,7 +30,7 @@ CASES = [
 
 
 def raw_logits(decoder, ids):
-    mask = decoder.target.masks.explicit(len(ids), torch.device("cpu"))
+    mask = explicit_mask(decoder.target, len(ids))
     with torch.no_grad():
         out = decoder.target.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False)
     return out.logits[0, -1].double()

@@ -1,8 +1,12 @@
 """Corrector and walk: the scores are the documented sum, the path is greedy, q is what the path was drawn from."""
 
+import re
+
+import pytest
 import torch
 
 from dcoco.corrector import Corrector, CorrectorConfig, Scores, load_corrector, save_corrector
+from dcoco.errors import DrafterError
 from dcoco.walk import walk
 from drafters.base import Lattice
 from tests.models import tiny_decoder
@@ -133,3 +137,36 @@ def test_a_corrector_is_saved_and_loaded(tmp_path):
     for name, tensor in again.state_dict().items():
         torch.testing.assert_close(tensor, decoder.corrector.state_dict()[name], atol=0.02, rtol=0.01)
     assert load_corrector(tmp_path / "elsewhere", decoder.target) is None
+
+
+@pytest.mark.parametrize(
+    "written, said",
+    [
+        ("{", "not JSON"),
+        ("[]", "a list, not an object"),
+        ('{"hidden_size": 32}', "expected"),
+        ('{"hidden_size": 32, "width": 16, "pair_width": "16"}', "pair_width='16'"),
+        ('{"hidden_size": 32, "width": 0, "pair_width": 16}', "width=0"),
+        ('{"hidden_size": 33, "width": 16, "pair_width": 16}', "the target's is 32"),
+        ('{"hidden_size": 32, "width": 16, "pair_width": 24}', "pair_out.weight has shape"),
+        ('{"hidden_size": 32, "width": 16, "pair_width": 16, "more": 1}', "more"),
+    ],
+)
+def test_a_wrong_corrector_is_named(tmp_path, written, said):
+    decoder = tiny_decoder()
+    save_corrector(tmp_path, decoder.corrector, {})
+    (tmp_path / "corrector.json").write_text(written)
+    with pytest.raises(DrafterError, match=re.escape(said)):
+        load_corrector(tmp_path, decoder.target)
+
+
+def test_a_damaged_corrector_is_named(tmp_path):
+    decoder = tiny_decoder()
+    save_corrector(tmp_path, decoder.corrector, {})
+    file = tmp_path / "corrector.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(DrafterError, match="truncated or damaged"):
+        load_corrector(tmp_path, decoder.target)
+    file.unlink()
+    with pytest.raises(DrafterError, match="missing"):
+        load_corrector(tmp_path, decoder.target)
