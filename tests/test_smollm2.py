@@ -51,7 +51,7 @@ def test_the_shipped_drafter_and_corrector_are_trained(decoder):
         rounds = sum(output.stats.rounds for output in outputs)
         lengths[method] = sum(output.stats.committed_tokens for output in outputs) / rounds
     assert lengths["top1"] > 1.7
-    assert lengths["dcoco"] > 1.7
+    assert lengths["dcoco"] > 1.3 * lengths["top1"]
 
 
 def test_sampled_text_is_plain_samplings(decoder):
