@@ -68,9 +68,7 @@ class Corrector(nn.Module):
         self.config = config
         hidden, width, pair = config.hidden_size, config.width, config.pair_width
         self.token = nn.Linear(hidden, width, bias=False)
-        self.slot = nn.Linear(
-            hidden, 3 * width, bias=False
-        )  # for the candidates, and the slot as left and right of two
+        self.slot = nn.Linear(hidden, 3 * width, bias=False)  # for its candidates, and as left and right of two slots
         self.scalars = nn.Linear(3, width)
         self.pair_both = nn.Linear(width, 2 * pair, bias=False)  # the candidate as the one before, and as the one after
         self.pair_state = nn.Linear(width, pair)
@@ -85,7 +83,8 @@ class Corrector(nn.Module):
         after_RnKM = after_RmKM[:, 1:] + states_RnM[:, :, None]
         summed_RnKKM = before_RmKM[:, :-1, :, None] + after_RnKM[:, :, None]
         if recalled is not None:
-            row, slot = _indices(lattice)
+            row = torch.arange(len(lattice.ids), device=lattice.ids.device)[:, None]
+            slot = torch.arange(lattice.ids.shape[1], device=lattice.ids.device)
             column_Rm = F.pad(recalled.column, (1, 0))
             summed_RnKKM[row, slot, column_Rm[:, :-1], column_Rm[:, 1:]] += self.pair_recalled(recalled.matched)
         scores_RnKK = lattice.log_probs[:, :, None] + self.pair(summed_RnKKM)
@@ -117,11 +116,6 @@ def with_anchor(lattice: Lattice) -> Tensor:
     """Candidates int64 [R, n + 1, K] with the anchor as slot 0, in each column."""
     anchors_R1K = lattice.anchors[:, None, None].expand(-1, 1, lattice.ids.shape[2])
     return torch.cat([anchors_R1K, lattice.ids], dim=1)
-
-
-def _indices(lattice: Lattice) -> tuple[Tensor, Tensor]:
-    rows, slots, _ = lattice.ids.shape
-    return torch.arange(rows, device=lattice.ids.device)[:, None], torch.arange(slots, device=lattice.ids.device)
 
 
 def _norm(x: Tensor) -> Tensor:

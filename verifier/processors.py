@@ -9,6 +9,7 @@ Shapes: R rows, Q queries a row (the anchor, then drafted tokens), S rows alloca
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +44,9 @@ class TokenCounts:
 class Processors:
     """The changes that R rows ask for, as tensors on one device."""
 
-    repetition: Tensor | None  # [R] float32 each; None where no row has a penalty
-    frequency: Tensor | None
-    presence: Tensor | None
+    penalties: tuple[Tensor, Tensor, Tensor] | None  # repetition, frequency, presence: [R] float32 each
     bias: tuple[Tensor, Tensor, Tensor] | None  # rows int64, ids int64, values float32, one entry a biased token
-    min_tokens: Tensor | None  # [R] int64; None where no row has any
-    ends: tuple[Tensor, Tensor] | None  # rows, ids: what may not come before
-    prompt_lengths: Tensor  # [R] int64
+    ends: tuple[Tensor, Tensor, Tensor] | None  # rows, ids, and the first position where each may stand: int64
 
     @classmethod
     def stack(
@@ -60,33 +57,22 @@ class Processors:
         device: torch.device | str = "cpu",
     ) -> "Processors | None":
         """Of R requests; None where none of them changes anything."""
-        penalties, biased, early = any(map(has_penalty, params)), any(p.logit_bias for p in params), None
-        if any(p.min_tokens for p in params):
-            early = [p.min_tokens for p in params]
-        if not penalties and not biased and early is None:
-            return None
 
-        def column(name: str) -> Tensor | None:
-            return torch.tensor([getattr(p, name) for p in params], device=device) if penalties else None
+        def columns(entries: Sequence[tuple[float, ...]]) -> Any:
+            return tuple(torch.tensor(part, device=device) for part in zip(*entries, strict=True)) if entries else None
 
-        entries = [(row, *item) for row, p in enumerate(params) for item in (p.logit_bias or {}).items()]
-        bias = tuple(torch.tensor(part, device=device) for part in zip(*entries, strict=True)) if entries else None
-        stops = [
-            (row, token)
-            for row, p in enumerate(params)
+        penalties = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in params]
+        bias = [(row, *item) for row, p in enumerate(params) for item in (p.logit_bias or {}).items()]
+        ends = [
+            (row, token, length + p.min_tokens)
+            for row, (p, length) in enumerate(zip(params, prompt_lengths, strict=True))
             if p.min_tokens
             for token in {*(p.stop_token_ids or ()), *(() if p.ignore_eos else eos_ids)}
         ]
-        ends = tuple(torch.tensor(part, device=device) for part in zip(*stops, strict=True)) if stops else None
-        return cls(
-            column("repetition_penalty"),
-            column("frequency_penalty"),
-            column("presence_penalty"),
-            bias,  # type: ignore[arg-type]
-            None if early is None else torch.tensor(early, device=device),
-            ends,  # type: ignore[arg-type]
-            torch.tensor(list(prompt_lengths), device=device),
-        )
+        penalised = any(map(has_penalty, params))
+        if not penalised and not bias and not ends:
+            return None
+        return cls(columns(penalties) if penalised else None, columns(bias), columns(ends))
 
     def apply(
         self, logits: Tensor, positions: Tensor, counts: TokenCounts | None, first: int, drafted: Tensor, sees: Tensor
@@ -100,23 +86,24 @@ class Processors:
             sees: bool [R, Q, Q], which queries each query follows, itself included.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        if self.min_tokens is not None and self.ends is not None:
-            rows, ids = self.ends
-            early_RQ = positions - self.prompt_lengths[:, None] < self.min_tokens[:, None]
-            logits[rows, :, ids] = logits[rows, :, ids].masked_fill(early_RQ[rows], -torch.inf)
+        if self.ends is not None:
+            rows, ids, first_allowed = self.ends
+            early = positions[rows] < first_allowed[:, None]
+            logits[rows, :, ids] = logits[rows, :, ids].masked_fill(early, -torch.inf)
         if self.bias is not None:
             rows, ids, values = self.bias
             logits[rows, :, ids] += values[:, None]
-        if self.repetition is not None and self.frequency is not None and self.presence is not None:
+        if self.penalties is not None:
             assert counts is not None
+            repetition_R, frequency_R, presence_R = self.penalties
             span = slice(first, first + len(logits))
             queries = logits.shape[1]
             count_RQV = counts.answer[span, None].repeat(1, queries, 1)
             count_RQV.scatter_add_(2, drafted[:, None].expand(-1, queries, -1), sees[..., 1:].to(count_RQV.dtype))
             used_RQV = (count_RQV > 0) | counts.prompt[span, None]
-            penalty = torch.where(used_RQV, self.repetition[:, None, None], 1.0)
+            penalty = torch.where(used_RQV, repetition_R[:, None, None], 1.0)
             logits = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits -= self.frequency[:, None, None] * count_RQV + self.presence[:, None, None] * (count_RQV > 0)
+            logits -= frequency_R[:, None, None] * count_RQV + presence_R[:, None, None] * (count_RQV > 0)
         return logits
 
 

@@ -140,6 +140,19 @@ def test_one_hot_is_exact_for_every_draft(vocab, n):
         assert (law - toy.law()).abs().max() < 1e-12
 
 
+def verdict_law(toy: Toy, verdict: Verdict, weight: Tensor) -> Tensor:
+    """The law [V, ..., V] of the first L tokens, of a round with row r's outcome at probability weight[R], and then
+    plain decoding."""
+    length, vocab, _ = toy.target.shape
+    law = torch.zeros([vocab] * length, dtype=torch.float64)
+    for a in range(length):
+        joint = torch.zeros([vocab] * (a + 1), dtype=torch.float64)
+        rows = verdict.accepted == a
+        joint.index_put_(tuple(verdict.tokens[rows, : a + 1].t()), weight[rows], accumulate=True)
+        law += extend(joint, toy.target)
+    return law
+
+
 @pytest.mark.parametrize(("vocab", "n"), [(3, 1), (4, 2), (5, 3)])
 def test_match_is_exact_for_every_draft(vocab, n):
     """The whole rule, on all of the target's possible draws."""
@@ -151,13 +164,7 @@ def test_match_is_exact_for_every_draft(vocab, n):
             p.gather(-1, y.unsqueeze(-1)).squeeze(-1).prod(-1)
         )  # the draws of a round are independent given the draft
         verdict = verify_match(y, draft.expand(len(y), n), torch.full((len(y),), n))
-        law = torch.zeros([vocab] * (n + 1), dtype=torch.float64)
-        for a in range(n + 1):
-            joint = torch.zeros([vocab] * (a + 1), dtype=torch.float64)
-            rows = verdict.accepted == a
-            joint.index_put_(tuple(verdict.tokens[rows, : a + 1].t()), weight[rows], accumulate=True)
-            law += extend(joint, toy.target)
-        assert (law - toy.law()).abs().max() < 1e-12
+        assert (verdict_law(toy, verdict, weight) - toy.law()).abs().max() < 1e-12
 
 
 def random_draft_tree(random: torch.Generator, vocab: int, nodes: int, levels: int) -> tuple[Tensor, Tree, Tensor]:
@@ -187,13 +194,7 @@ def test_trees_are_exact_for_every_draw(vocab, nodes, levels):
         weight = p.gather(-1, y.unsqueeze(-1)).squeeze(-1).prod(-1)
         every = [part.expand(len(y), *part.shape[1:]) for part in (tree.parents, tree.valid, tree.sees, tree.depths)]
         verdict = verify_tree(y, tokens.expand(len(y), -1), Tree(*every), levels)
-        law = torch.zeros([vocab] * (levels + 1), dtype=torch.float64)
-        for a in range(levels + 1):
-            joint = torch.zeros([vocab] * (a + 1), dtype=torch.float64)
-            rows = verdict.accepted == a
-            joint.index_put_(tuple(verdict.tokens[rows, : a + 1].t()), weight[rows], accumulate=True)
-            law += extend(joint, toy.target)
-        assert (law - toy.law()).abs().max() < 1e-12
+        assert (verdict_law(toy, verdict, weight) - toy.law()).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
