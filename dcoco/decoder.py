@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from dcoco.budget import Budget
 from dcoco.corrector import Corrector, Scores, load_corrector
+from dcoco.costs import find_costs
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
 from dcoco.output import Chunk, RequestOutput
@@ -23,6 +25,7 @@ from dcoco.tree import grow
 from dcoco.walk import walk
 from drafters.base import Draft, Drafter
 from drafters.registry import load_drafter
+from verifier.packing import Packing
 from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled, verify_tree
 from verifier.sampling import SamplingParams, best_logprobs, draw, probabilities
 from verifier.target import Target
@@ -50,9 +53,11 @@ class DCOCODecoder:
         max_rows: prompts decoded at once; further ones wait.
         tree_size: tokens of a draft that method "dcoco" submits at most, the most probable ones of all paths. The rules
             one_hot and sampled verify a single path and ignore it.
-        worth: how probable such a token must be to be submitted. Good is (time of one more token in a target pass) /
-            (time of a round) x acceptance length.
+        worth: how probable such a token must be to be submitted, unless `adaptive`. Good is (time of one more token in
+            a target pass) / (time of a round) x acceptance length.
         recall: let the corrector see how the text went on the last time it looked like this.
+        adaptive: choose in each round how much is drafted and verified by what it costs on this machine and load
+            (`dcoco/budget.py`; rule match only). What it costs is measured when first needed.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class DCOCODecoder:
         tree_size: int = TREE_SIZE,
         worth: float = WORTH,
         recall: bool = True,
+        adaptive: bool = False,
     ):
         if tree_size < 1:
             raise ParameterError(f'tree_size={tree_size}: must be at least 1; for a single path use method="walk"')
@@ -87,6 +93,8 @@ class DCOCODecoder:
         self.tree_size = tree_size
         self.worth = worth
         self.recall = recall
+        self.adaptive = adaptive
+        self._budgets: dict[Method, Budget] = {}  # they learn from one call to the next
 
     @classmethod
     def from_pretrained(
@@ -100,6 +108,7 @@ class DCOCODecoder:
         tree_size: int = TREE_SIZE,
         worth: float = WORTH,
         recall: bool = True,
+        adaptive: bool = True,
     ) -> "DCOCODecoder":
         """Load a target by name (conf/target), folder, hub id or GGUF file, with its default or the given drafter
         (a name in conf/drafter, a folder, a hub id; "none" for plain decoding only).
@@ -117,7 +126,7 @@ class DCOCODecoder:
             loaded = load_drafter(folder, wrapped, tokenizer)
             corrector = load_corrector(folder, wrapped)
         eos_ids = _eos_ids(model, tokenizer)
-        return cls(wrapped, tokenizer, loaded, corrector, eos_ids, rule, max_rows, tree_size, worth, recall)
+        return cls(wrapped, tokenizer, loaded, corrector, eos_ids, rule, max_rows, tree_size, worth, recall, adaptive)
 
     # ------------------------------------------------------------------------------------------------ the round
 
@@ -127,79 +136,118 @@ class DCOCODecoder:
 
         Row r's draft reaches at most `lengths[r]` tokens beyond its anchor; with all of them 0 this is plain decoding.
         """
-        slots = min(max(lengths), self.drafter.block_size if self.drafter else 0)
-        limits = torch.tensor(lengths, device=batch.cache.device)
-        positions = batch.positions(max(lengths) + 1)  # [R, ..]: where drafted tokens and the bonus token will stand
-        with batch.clock("draft"):
-            lattice = self._propose(batch, slots)
-        with batch.clock("correct"):
-            draft = self._choose(batch, lattice, positions, limits)
+        budget, device = batch.budget, batch.cache.device
+        block = self.drafter.block_size if self.drafter else 0
+        slots = min(max(lengths), block if budget is None else budget.slots(len(lengths)))
+        draft = self.propose(batch, lengths, slots)
         with batch.clock("verify"):
-            ids = torch.cat([batch.anchors[:, None], draft.tokens], dim=1)
+            counts = self._spend(batch, draft, lengths, slots)
+            verified = draft if draft.q is not None else draft.first(counts)
+            packing = Packing([count + 1 for count in counts], device)
+            ids = torch.cat([batch.anchors[:, None], verified.tokens], dim=1)
             taps = self.drafter.taps if self.drafter and batch.method != "plain" else ()
-            result = self.target.forward(ids, batch.cache, taps, tree=draft.tree)
-            logits = self.target.logits(result.hidden)
-            verdict = self._verify(batch, logits, draft, limits, positions)
-            batch.remember(positions, verdict.tokens)
+            result = self.target.forward(ids, batch.cache, taps, tree=verified.tree, packing=packing)
+            logits_TV = self.target.logits(result.hidden.flatten(0, 1))
+            verdict = self._verify(batch, logits_TV, verified, counts, packing)
+            spots_Rn = packing.find(verdict.path if verdict.path is not None else batch.steps(verdict.tokens.shape[1]))
+            batch.remember(verdict.tokens)
             if batch.counts is not None:
                 batch.counts.add(0, verdict.tokens, verdict.accepted + 1)
             if batch.logprobs_wanted is not None:
-                batch.logprobs = best_logprobs(_along(verdict.path, logits), verdict.tokens, batch.logprobs_wanted)
+                batch.logprobs = best_logprobs(logits_TV[spots_Rn], verdict.tokens, batch.logprobs_wanted)
             if batch.draft_state is not None and self.drafter is not None:
-                committed = [_along(verdict.path, tap) for tap in result.taps]
+                committed = [tap.flatten(0, 1)[spots_Rn] for tap in result.taps]
                 self.drafter.observe(batch.draft_state, 0, committed, verdict.accepted + 1)
+            if budget is not None:
+                budget.learn(draft, counts, verdict.accepted)
+        batch.drafted_slots = slots
         return verdict
 
     def branches(self, method: Method) -> bool:
         """Whether drafts are trees."""
         return method == "dcoco" and self.rule == "match" and self.corrector is not None
 
-    def _propose(self, batch: Batch, slots: int) -> Any:
-        if slots == 0 or self.drafter is None or batch.draft_state is None:
-            return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
-        return self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots)
+    def reach(self, method: Method) -> int:
+        """How many tokens beyond the anchor a draft may go."""
+        if method == "plain" or self.drafter is None:
+            return 0
+        return self.tree_size if self.branches(method) else self.drafter.block_size
 
-    def _choose(self, batch: Batch, lattice: Any, positions: Tensor, limits: Tensor) -> Draft:
+    def budget(self, method: Method) -> Budget | None:
+        """The verification budget of a method; None where drafts are always verified as far as they reach."""
+        if not self.adaptive or method == "plain" or self.rule != "match" or self.drafter is None:
+            return None
+        if method not in self._budgets:
+            costs = find_costs(self, method, self.max_rows)
+            reach = self.reach(method)
+            self._budgets[method] = Budget(costs, self.drafter.block_size, reach, reach, self.target.device)
+        return self._budgets[method]
+
+    def propose(self, batch: Batch, lengths: list[int], slots: int) -> Draft:
+        """Draft blocks of `slots` tokens behind all anchors and choose from them, no further than `lengths`."""
+        batch.lattice_ids = None
+        with batch.clock("draft"):
+            if slots == 0 or self.drafter is None or batch.draft_state is None:
+                return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
+            lattice = self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots)
         if isinstance(lattice, Draft):
             return lattice
-        slots, deepest = lattice.ids.shape[1], positions.shape[1] - 1
-        batch.lattice_ids, ahead = lattice.ids, positions[:, :slots]
-        if batch.method == "top1" or self.corrector is None or self.token_table is None:
-            return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled=self.rule == "sampled")
-        recalled = None
-        if self.recall:
-            lattice, recalled = recall(lattice, batch.text(), positions[:, 0] - 1, deepest - slots)
+        with batch.clock("correct"):
             batch.lattice_ids = lattice.ids
-        scores = self.corrector(lattice, self.token_table, recalled)
-        if self.branches(batch.method):
-            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, recalled, self.worth)
-        return walk(lattice, scores, batch.sampling, ahead, sampled=self.rule == "sampled")
+            ahead, sampled = batch.positions(slots), self.rule == "sampled"
+            calibration = None if batch.budget is None else batch.budget.calibration
+            if batch.method == "top1" or self.corrector is None or self.token_table is None:
+                return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled, calibration)
+            recalled = None
+            if self.recall:
+                lattice, recalled = recall(lattice, batch.text(), ahead[:, 0] - 1, max(lengths) - slots)
+                batch.lattice_ids = lattice.ids
+            scores = self.corrector(lattice, self.token_table, recalled)
+            if not self.branches(batch.method):
+                return walk(lattice, scores, batch.sampling, ahead, sampled, calibration)
+            limits, worth = torch.tensor(lengths, device=ahead.device), 0.0 if batch.budget else self.worth
+            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, recalled, worth, calibration)
 
-    def _verify(self, batch: Batch, logits: Tensor, draft: Draft, limits: Tensor, positions: Tensor) -> Verdict:
-        levels = positions.shape[1] - 1
-        if draft.tree is None:
-            drafted = draft.tokens.shape[1]
-            positions, limits = positions[:, : drafted + 1], limits.clamp(max=drafted)
-        else:
-            positions = positions.gather(1, draft.tree.depths)
-        if batch.processors is not None:
-            queries = logits.shape[1]
-            chain = torch.ones(queries, queries, dtype=torch.bool, device=logits.device).tril()
-            sees = chain.expand(len(logits), -1, -1) if draft.tree is None else draft.tree.sees
-            logits = batch.processors.apply(logits, positions, batch.counts, 0, draft.tokens, sees)
-        if batch.sampling.all_greedy:
-            y = logits.float().argmax(-1)
-        else:
-            p = probabilities(logits, batch.sampling)
-            if self.rule == "sampled" and draft.candidates is not None and draft.q is not None:
-                q = (draft.candidates, draft.q)
-                return verify_sampled(p, draft.tokens, limits, *q, batch.sampling, positions)
-            if self.rule != "match":
-                return verify_one_hot(p, draft.tokens, limits, batch.sampling, positions)
-            y = draw(p, batch.sampling, positions)
+    def _spend(self, batch: Batch, draft: Draft, lengths: list[int], slots: int) -> list[int]:
+        """How many tokens of each row's draft are verified."""
+        if batch.budget is not None and draft.log_probs is not None:
+            return batch.budget.spend(draft, torch.tensor(lengths, device=draft.tokens.device), slots)
         if draft.tree is not None:
-            return verify_tree(y, draft.tokens, draft.tree, levels)
-        return verify_match(y, draft.tokens, limits)
+            return draft.tree.valid.sum(-1).tolist()
+        return [min(length, draft.tokens.shape[1]) for length in lengths]
+
+    def _verify(self, batch: Batch, logits_TV: Tensor, draft: Draft, counts: list[int], packing: Packing) -> Verdict:
+        """The target's own tokens (or p) at every query, held against the draft."""
+        queries = draft.tokens.shape[1] + 1
+        if draft.tree is None:
+            positions_RQ = batch.positions(queries)
+        else:
+            positions_RQ = batch.positions(1) + draft.tree.depths
+        lengths = torch.tensor(counts, device=logits_TV.device)
+        if batch.processors is not None:
+            chain = torch.ones(queries, queries, dtype=torch.bool, device=logits_TV.device).tril()
+            sees = chain.expand(len(counts), -1, -1) if draft.tree is None else draft.tree.sees
+            positions_T = packing.pack(positions_RQ)
+            logits_TV = batch.processors.apply(
+                logits_TV, packing.index, positions_T, batch.counts, 0, draft.tokens, sees
+            )
+        if batch.sampling.all_greedy:
+            y_T = logits_TV.max(-1).indices  # argmax takes four times as long
+        else:
+            each = batch.sampling.spread(packing.index // queries)
+            p_T1V = probabilities(logits_TV[:, None], each)
+            if self.rule == "match":
+                y_T = draw(p_T1V, each, packing.pack(positions_RQ)[:, None])[:, 0]
+            else:
+                p_RQV = packing.unpack(p_T1V[:, 0])
+                if draft.candidates is not None and draft.q is not None:
+                    q = (draft.candidates, draft.q)
+                    return verify_sampled(p_RQV, draft.tokens, lengths, *q, batch.sampling, positions_RQ)
+                return verify_one_hot(p_RQV, draft.tokens, lengths, batch.sampling, positions_RQ)
+        y_RQ = packing.unpack(y_T)
+        if draft.tree is not None:
+            return verify_tree(y_RQ, draft.tokens, draft.tree, queries - 1)
+        return verify_match(y_RQ, draft.tokens, lengths)
 
     # ------------------------------------------------------------------------------------------------ public face
 
@@ -235,7 +283,7 @@ class DCOCODecoder:
         requests = [request for answers in asked for request in answers]
         with tqdm(total=len(requests), disable=not progress, unit="prompt") as bar:
             while engine.busy:
-                bar.update(len({id(request) for request in engine.step() if request.output is not None}))
+                bar.update(len({id(request) for request in engine.step() if request.done}))
         for first, *others in asked:
             first.result().others = [other.result() for other in others]
         return [answers[0].result() for answers in asked]
@@ -247,13 +295,7 @@ class DCOCODecoder:
         ids, params = self.encode(prompt), params or SamplingParams()
         if params.n != 1:
             raise ParameterError(f"n={params.n}: a stream has one answer; call generate, or stream once a seed")
-        engine = self._engine([ids], [params], method, trace)
-        request = engine.submit(ids, params)
-        while engine.busy:
-            engine.step()
-            text, token_ids = request.take()
-            if text or token_ids or request.output is not None:
-                yield Chunk(text, token_ids, request.output)
+        yield from self._engine([ids], [params], method, trace).submit(ids, params)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a string, chat messages, or ids."""
@@ -272,20 +314,18 @@ class DCOCODecoder:
         chat = getattr(self.tokenizer, "chat_template", None)
         return messages if chat else "\n\n".join(message["content"] for message in messages)
 
-    def _engine(self, prompts: list[list[int]], params: list[SamplingParams], method: Method, trace: bool) -> Engine:
+    def check_method(self, method: str) -> None:
+        """Raise ParameterError for an unknown method, DrafterError for one that needs a drafter where there is none."""
         if method not in METHODS:
             raise ParameterError(f"method={method!r}: must be one of {', '.join(METHODS)}")
         if method != "plain" and self.drafter is None:
             raise DrafterError(
                 f"method={method!r} needs a drafter and this target has none: pass drafter= or method='plain'"
             )
-        longest = max((len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True)), default=1)
-        return Engine(self, method, min(sum(p.n for p in params), self.max_rows) or 1, longest, trace)
 
-
-def _along(path_Rn: Tensor | None, tap_RQH: Tensor) -> Tensor:
-    """What the target left of the committed tokens: of a tree [R, n, H], the queries along its accepted path."""
-    return tap_RQH if path_Rn is None else tap_RQH.gather(1, path_Rn[..., None].expand(-1, -1, tap_RQH.shape[-1]))
+    def _engine(self, prompts: list[list[int]], params: list[SamplingParams], method: Method, trace: bool) -> Engine:
+        longest = max((len(ids) + p.max_tokens for ids, p in zip(prompts, params, strict=True)), default=2)
+        return Engine(self, method, min(sum(p.n for p in params), self.max_rows) or 1, max(2, longest), trace=trace)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -1,41 +1,56 @@
 """`Engine`: requests come and go between rounds, one row of the ragged cache each.
 
-Rows in use are always the first R; when a row in the middle ends, the last one takes its place. Prompts are run in
-chunks, several rows at a time. All bookkeeping between rounds is on a handful of integers a row, read from the device
-once a round.
+Rows in use are always the first ones: D that decode, then P whose prompts are still being run, in the order in which
+they came. When one ends, others take its place. Prompts are run in chunks between the rounds, so that a long one stalls
+nobody. All bookkeeping between rounds is on a handful of integers a row, read from the device once a round.
 
-Shapes: R rows in use, Q tokens a row.
+Shapes: R rows of a pass, Q tokens a row.
 """
 
+import logging
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dcoco.detokenizer import Detokenizer
-from dcoco.errors import ParameterError
-from dcoco.output import PHASES, RequestOutput, RoundTrace, Stats
+from dcoco.errors import EngineError, ParameterError, QueueFullError
+from dcoco.output import PHASES, Chunk, FinishReason, RequestOutput, RoundTrace, Stats
 from drafters.base import DraftState
 from verifier.cache import RaggedCache
+from verifier.packing import Packing
 from verifier.processors import Processors, TokenCounts, has_penalty
+from verifier.rejection import Verdict
 from verifier.sampling import SamplingBatch, SamplingParams, best_logprobs, draw, probabilities
-from verifier.target import PREFILL_CHUNK
 
 if TYPE_CHECKING:
+    from dcoco.budget import Budget
     from dcoco.decoder import DCOCODecoder, Method
+
+PREFILL_CHUNK = 256  # prompt tokens run between two rounds, of all arriving requests together
+
+logger = logging.getLogger(__name__)
 
 
 class Request:
-    """One prompt on its way: what was asked for, and what has been committed."""
+    """One prompt on its way: what was asked for, and what has been committed.
+
+    Iterating over it yields its chunks and runs the engine until it has finished.
+    """
 
     def __init__(
-        self, prompt_ids: list[int], params: SamplingParams, limit: int, detokenizer: Detokenizer, trace: bool
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        limit: int,
+        detokenizer: Detokenizer,
+        engine: "Engine | None" = None,
     ):
         self.prompt_ids = prompt_ids
         self.params = params
@@ -44,12 +59,32 @@ class Request:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, float]] | None = None if params.logprobs is None else []
         self.stats = Stats()
-        self.trace: list[RoundTrace] | None = [] if trace else None
-        self.output: RequestOutput | None = None
+        self.trace: list[RoundTrace] | None = [] if engine is not None and engine.trace else None
+        self.output: RequestOutput | None = None  # once it has finished
+        self.error: EngineError | None = None  # once it has failed
         self.begun = 0.0
+        self._engine = engine
         self._detokenizer = detokenizer
         self._pending_text = ""
-        self._pending_ids: list[int] = []
+        self._taken = 0  # tokens handed out
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will come: it has finished, was cancelled, or has failed."""
+        return self.output is not None or self.error is not None
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks as they come, one a round; the last one holds the output. Raises EngineError where it fails."""
+        assert self._engine is not None
+        while True:
+            while not self.done and self._taken == len(self.token_ids):
+                self._engine.step()
+            if self.error is not None:
+                raise self.error
+            chunk = self.take()
+            yield chunk
+            if chunk.output is not None:
+                return
 
     def commit(self, token_ids: list[int], eos_ids: frozenset[int]) -> int:
         """Append tokens until one ends the request; returns how many were taken."""
@@ -60,10 +95,10 @@ class Request:
             text = "" if ended else self._detokenizer.push(token)
             if ended or self._detokenizer.stopped or len(self.token_ids) == self.limit:
                 text += self._detokenizer.finish()
-                self._hand_out(text, token)
-                self._finish("stop" if ended or self._detokenizer.stopped else "length")
+                self._pending_text += text
+                self.finish("stop" if ended or self._detokenizer.stopped else "length")
                 return count
-            self._hand_out(text, token)
+            self._pending_text += text
         return len(token_ids)
 
     def note_logprobs(self, found: Any, row: int, count: int) -> None:
@@ -75,23 +110,24 @@ class Request:
             wanted = slice(self.params.logprobs + 1)
             self.logprobs.append(dict(zip(token_ids[wanted], token_values[wanted], strict=True)))
 
-    def take(self) -> tuple[str, list[int]]:
+    def take(self) -> Chunk:
         """Text and tokens since the last call."""
-        taken = self._pending_text, self._pending_ids
-        self._pending_text, self._pending_ids = "", []
-        return taken
+        new = slice(self._taken, len(self.token_ids))
+        logprobs = None if self.logprobs is None else self.logprobs[new]
+        chunk = Chunk(self._pending_text, self.token_ids[new], self.output, logprobs)
+        self._pending_text, self._taken = "", len(self.token_ids)
+        return chunk
 
     def result(self) -> RequestOutput:
-        """The finished output."""
+        """The finished output; raises EngineError where the request has failed."""
+        if self.error is not None:
+            raise self.error
         assert self.output is not None, "the request has not finished"
         return self.output
 
-    def _hand_out(self, text: str, token: int) -> None:
-        self._pending_text += text
-        self._pending_ids.append(token)
-
-    def _finish(self, reason: Literal["stop", "length"]) -> None:
-        self.stats.seconds = time.perf_counter() - self.begun
+    def finish(self, reason: FinishReason) -> None:
+        """Nothing more will come; what has been committed is the output."""
+        self.stats.seconds = time.perf_counter() - self.begun if self.begun else 0.0
         text = self._detokenizer.text
         self.output = RequestOutput(
             self.prompt_ids, self.token_ids, text, reason, self.stats, self.trace, self.logprobs
@@ -101,10 +137,17 @@ class Request:
 class Batch:
     """The rows that decode together: tensors for the round, and the cache that they share."""
 
-    def __init__(self, method: "Method", cache: RaggedCache, draft_state: DraftState | None):
+    def __init__(
+        self,
+        method: "Method",
+        cache: RaggedCache,
+        draft_state: DraftState | None,
+        budget: "Budget | None" = None,
+    ):
         self.method = method
         self.cache = cache
         self.draft_state = draft_state
+        self.budget = budget  # None: drafts are verified as far as the decoder's tree_size and worth allow
         self.history = torch.zeros(cache.rows, cache.max_length, dtype=torch.int64, device=cache.device)  # the text
         self.requests: list[Request] = []
         self.anchors: Tensor = torch.empty(0, dtype=torch.int64, device=cache.device)  # [R]
@@ -114,24 +157,31 @@ class Batch:
         self.logprobs_wanted: int | None = None  # the most that a request wants
         self.logprobs: Any = None  # of the last round's tokens, where they are wanted
         self.lattice_ids: Tensor | None = None  # [R, n, K] of the last round, for traces
+        self.drafted_slots = 0  # in the last round
         self.phase_seconds = dict.fromkeys(PHASES, 0.0)  # of the last round
 
     def positions(self, count: int) -> Tensor:
         """Absolute positions [R, count] of the tokens behind the anchors."""
         anchors = torch.tensor(self.cache.lengths[: len(self.requests)], device=self.cache.device)
-        return anchors[:, None] + torch.arange(1, count + 1, device=self.cache.device)
+        return anchors[:, None] + 1 + self.steps(count)
+
+    def steps(self, count: int) -> Tensor:
+        """0, 1, ... count - 1."""
+        return torch.arange(count, device=self.cache.device)
 
     def text(self) -> Tensor:
         """The rows' tokens by position, int64 [R, longest]: prompt and answer up to the anchor, then anything."""
         rows = len(self.requests)
         return self.history[:rows, : max(self.cache.lengths[:rows]) + 1]
 
-    def remember(self, positions: Tensor, tokens: Tensor) -> None:
-        """Note tokens [R, n] of all rows; like the cache, what is not committed is overwritten by the next round."""
-        self.history[: len(self.requests)].scatter_(1, positions[:, : tokens.shape[1]], tokens)
+    def remember(self, tokens: Tensor) -> None:
+        """Note tokens [R, n] behind the anchors; like the cache, what is not committed is overwritten later."""
+        self.history[: len(self.requests)].scatter_(1, self.positions(tokens.shape[1]), tokens)
 
     def move(self, source: int, target: int) -> None:
         """Make row `target` a copy of row `source`."""
+        if source == target:
+            return
         self.cache.move(source, target)
         self.history[target] = self.history[source]
         if self.counts is not None:
@@ -148,40 +198,113 @@ class Batch:
 
 
 class Engine:
-    """Continuous batching over one decoder.
+    """Continuous batching over one decoder. Not for several threads at once: `dcoco/loop.py` gives it one of its own.
 
     Args:
         decoder: the models and the round.
-        rows: requests that decode at once; further ones wait in order.
-        max_length: tokens of prompt and answer that one request may have.
+        method: how to decode.
+        max_num_seqs: requests that hold a row at once; further ones wait in order.
+        max_model_len: tokens of prompt and answer that one request may have together; by default all that the target's
+            positions allow. The cache has room for that many in each row.
+        max_waiting: requests that may wait; None: any number.
+        trace: keep each round's candidates in `RequestOutput.trace`.
+
+    Raises:
+        DrafterError: the method needs a drafter and there is none.
+        ParameterError: a method or a size that makes no sense.
     """
 
-    def __init__(self, decoder: "DCOCODecoder", method: "Method", rows: int, max_length: int, trace: bool = False):
+    def __init__(
+        self,
+        decoder: "DCOCODecoder",
+        method: "Method" = "dcoco",
+        max_num_seqs: int = 32,
+        max_model_len: int | None = None,
+        max_waiting: int | None = None,
+        trace: bool = False,
+    ):
+        decoder.check_method(method)
+        for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("max_waiting", max_waiting, 0)):
+            if value is not None and value < least:
+                raise ParameterError(f"{name}={value}: must be at least {least}")
+        if max_model_len is not None and max_model_len < 2:
+            raise ParameterError(f"max_model_len={max_model_len}: must be at least 2, for a prompt and an answer")
         self.decoder = decoder
         self.target = decoder.target
         self.drafter = decoder.drafter if method != "plain" else None
-        self.max_length = min(max_length, self.target.max_positions)
+        self.max_num_seqs = max_num_seqs
+        self.max_model_len = min(max_model_len or self.target.max_positions, self.target.max_positions)
+        self.max_waiting = max_waiting
         self.trace = trace
-        self.rows = rows
         self.waiting: deque[Request] = deque()
+        self.arriving: list[Request] = []  # rows behind those that decode; their prompts are being run
         self.block = self.drafter.block_size if self.drafter else 0
-        branches = self.drafter is not None and decoder.branches(method)
-        self.reach = decoder.tree_size if branches else self.block  # tokens that a draft may reach beyond the anchor
-        room = self.max_length + 1 + max(self.block, self.reach)
-        state = self.drafter.start(rows, room) if self.drafter else None
-        self.batch = Batch(method, RaggedCache(rows, room, self.target.device), state)
+        self.reach = decoder.reach(method)  # tokens that a draft may go beyond the anchor
+        room = self.max_model_len + 1 + max(self.block, self.reach)
+        state = self.drafter.start(max_num_seqs, room) if self.drafter else None
+        cache = RaggedCache(max_num_seqs, room, self.target.device)
+        self.batch = Batch(method, cache, state, decoder.budget(method))
 
     @property
     def busy(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.waiting or self.batch.requests)
+        return bool(self.waiting or self.arriving or self.batch.requests)
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a row."""
+        return len(self.arriving) + len(self.batch.requests)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the cache takes when all its rows are full."""
+        cache = self.batch.cache
+        return cache.rows * cache.max_length * self.target.cache_bytes_per_token
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        """Queue a request.
+        """Queue a request; `params.n` is for `submit_all`.
 
         Raises:
             ParameterError: an empty prompt, ids outside the vocabulary, or a prompt that leaves no room for a token.
+            QueueFullError: as many requests wait as may wait.
         """
+        return self._queue([self._request(prompt_ids, params)])[0]
+
+    def submit_all(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Queue `params.n` requests for one prompt, with the seeds seed, seed + 1, ... (or any); all or none."""
+        seeds = [None if params.seed is None else _wrap(params.seed + index) for index in range(params.n)]
+        return self._queue([self._request(prompt_ids, replace(params, n=1, seed=seed)) for seed in seeds])
+
+    def cancel(self, request: Request) -> None:
+        """End a request where it stands and free its row; nothing happens if it has ended."""
+        if request.done:
+            return
+        request.finish("cancelled")
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._free_rows()
+
+    @torch.inference_mode()
+    def step(self) -> list[Request]:
+        """Run a chunk of the arriving prompts, then decode one round; returns the requests that got something.
+
+        One that gets its first token and more in the same step stands there twice. When a pass fails, the requests in
+        it fail with an EngineError and the engine goes on with the others.
+        """
+        self._admit()
+        return self._attempt(self._prefill, self.arriving) + self._attempt(self._round, self.batch.requests)
+
+    def _attempt(self, work: Callable[[], list[Request]], requests: list[Request]) -> list[Request]:
+        taking_part = list(requests)
+        if not taking_part:
+            return []
+        try:
+            return work()
+        except Exception as error:
+            logger.exception("a pass for %d requests failed", len(taking_part))
+            return self._fail(taking_part, error)
+
+    def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         ids = list(prompt_ids)
         if not ids:
             raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
@@ -191,37 +314,109 @@ class Engine:
         wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
         if wrong:
             raise ParameterError(f"prompt token {wrong[0]!r} is not an id of the vocabulary (0..{vocabulary - 1})")
-        if len(ids) >= self.max_length:
+        if len(ids) >= self.max_model_len:
             raise ParameterError(
-                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.max_length} together: shorten it"
+                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.max_model_len} together: "
+                "shorten it"
             )
-        limit = min(params.max_tokens, self.max_length - len(ids))
-        detokenizer = Detokenizer(self.decoder.tokenizer, params.stop or ())
-        request = Request(ids, params, limit, detokenizer, self.trace)
-        self.waiting.append(request)
-        return request
+        limit = min(params.max_tokens, self.max_model_len - len(ids))
+        return Request(ids, params, limit, Detokenizer(self.decoder.tokenizer, params.stop or ()), self)
 
-    def submit_all(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Queue `params.n` requests for one prompt, with the seeds seed, seed + 1, ... (or any)."""
-        seeds = [None if params.seed is None else _wrap(params.seed + index) for index in range(params.n)]
-        return [self.submit(prompt_ids, replace(params, n=1, seed=seed)) for seed in seeds]
+    def _queue(self, requests: list[Request]) -> list[Request]:
+        free = self.max_num_seqs - self.running
+        if self.max_waiting is not None and len(self.waiting) + len(requests) > self.max_waiting + free:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait already and {self.max_waiting} may: try again later"
+            )
+        self.waiting += requests
+        return requests
 
-    @torch.inference_mode()
-    def step(self) -> list[Request]:
-        """Admit what fits, then decode one round; returns the requests that got tokens (one may stand there twice)."""
-        touched = self._admit()
-        if self.batch.requests:
-            touched += self._round()
-        return touched
+    def _admit(self) -> None:
+        """Give free rows to waiting requests."""
+        batch = self.batch
+        while self.waiting and self.running < self.max_num_seqs:
+            request, row = self.waiting.popleft(), self.running
+            request.begun = time.perf_counter()
+            self.arriving.append(request)
+            batch.cache.lengths[row] = 0
+            batch.history[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids, device=self.target.device)
+            if batch.draft_state is not None:
+                batch.draft_state.reset(row)
+            if has_penalty(request.params):
+                if batch.counts is None:
+                    batch.counts = TokenCounts(self.max_num_seqs, self.target.vocab_size, self.target.device)
+                batch.counts.start(row, request.prompt_ids)
+
+    def _prefill(self) -> list[Request]:
+        """Run the next chunk of the arriving prompts, first come first served; at its end each yields a token."""
+        batch, cache, first = self.batch, self.batch.cache, len(self.batch.requests)
+        room, counts = PREFILL_CHUNK, []
+        for row, request in enumerate(self.arriving, start=first):
+            counts.append(min(room, len(request.prompt_ids) - cache.lengths[row]))
+            room -= counts[-1]
+            if room == 0:
+                break
+        packing = Packing(counts, cache.device)
+        starts = torch.tensor(cache.lengths[first : first + len(counts)], device=cache.device)
+        columns = (starts[:, None] + batch.steps(packing.queries)).clamp(max=batch.history.shape[1] - 1)
+        ids = batch.history[first : first + len(counts)].gather(1, columns)
+        taps = self.drafter.taps if self.drafter else ()
+        result = self.target.forward(ids, cache, taps, first, packing=packing)
+        counts_R = torch.tensor(counts, device=cache.device)
+        if self.drafter is not None and batch.draft_state is not None:
+            unpacked = [packing.unpack(tap.flatten(0, 1)) for tap in result.taps]
+            self.drafter.observe(batch.draft_state, first, unpacked, counts_R)
+        for row, count in enumerate(counts, start=first):
+            cache.lengths[row] += count
+        last_RH = result.hidden.flatten(0, 1)[packing.find(counts_R[:, None] - 1)[:, 0]]
+        ready = sum(cache.lengths[first + i] == len(self.arriving[i].prompt_ids) for i in range(len(counts)))
+        return self._begin(ready, last_RH[:ready]) if ready else []
+
+    def _begin(self, ready: int, hidden: Tensor) -> list[Request]:
+        """The first `ready` arriving requests decode from now on; their first tokens, from hidden states [ready, H]."""
+        batch, first = self.batch, len(self.batch.requests)
+        fresh = self.arriving[:ready]
+        sampling = SamplingBatch.stack([r.params for r in fresh], [r.seed for r in fresh], self.target.device)
+        logits = self.target.logits(hidden)
+        places = batch.steps(ready)
+        positions = torch.tensor([len(request.prompt_ids) for request in fresh], device=self.target.device)
+        processed = logits
+        if processors := self._processors(fresh):
+            nothing, itself = positions[:, None][:, :0], torch.ones(ready, 1, 1, dtype=torch.bool, device=logits.device)
+            processed = processors.apply(logits, places, positions, batch.counts, first, nothing, itself)
+        first_tokens = draw(probabilities(processed[:, None], sampling), sampling, positions[:, None])
+        if batch.counts is not None:
+            batch.counts.add(first, first_tokens, torch.ones_like(positions))
+        batch.history[first : first + ready].scatter_(1, positions[:, None], first_tokens)
+        wanted = [request.params.logprobs for request in fresh if request.params.logprobs is not None]
+        found = best_logprobs(logits[:, None], first_tokens, max(wanted)) if wanted else None
+        self.arriving = self.arriving[ready:]
+        batch.requests += fresh
+        batch.anchors = torch.cat([batch.anchors, first_tokens[:, 0]])
+        for row, (request, token) in enumerate(zip(fresh, first_tokens[:, 0].tolist(), strict=True)):
+            request.note_logprobs(found, row, 1)
+            request.commit([token], self.decoder.eos_ids)
+        self._stack_sampling()
+        self._free_rows()
+        return fresh
 
     def _round(self) -> list[Request]:
-        batch, requests = self.batch, list(self.batch.requests)
+        begun, batch, requests = time.perf_counter(), self.batch, list(self.batch.requests)
         lengths = [self._draft_length(row, request) for row, request in enumerate(requests)]
-        batch.lattice_ids = None
         verdict = self.decoder.round(batch, lengths)
-        counts, columns = [verdict.accepted[:, None], verdict.drafted[:, None]], verdict.tokens.shape[1]
+        read = self._commit(requests, lengths, verdict)
+        if batch.budget is not None:
+            verified = sum(drafted for _, drafted in read)
+            batch.budget.timed(len(requests), batch.drafted_slots, verified, time.perf_counter() - begun)
+        self._free_rows()
+        return requests
+
+    def _commit(self, requests: list[Request], lengths: list[int], verdict: Verdict) -> list[tuple[int, int]]:
+        """Hand out what a round has decided, and make it count; returns accepted and drafted tokens of each row."""
+        batch, columns = self.batch, verdict.tokens.shape[1]
+        counts = [verdict.accepted[:, None], verdict.drafted[:, None]]
         path = [] if verdict.path is None else [verdict.path]
-        read = torch.cat([*counts, verdict.tokens, *path], dim=1).tolist()  # the round's one wait for the device
+        read = torch.cat([*counts, verdict.tokens, *path], dim=1).tolist()  # the round's wait for the device
         anchors, moves = [], []
         for row, request in enumerate(requests):
             accepted, drafted, *rest = read[row]
@@ -240,8 +435,7 @@ class Engine:
         for row, counted in enumerate(read):
             batch.cache.lengths[row] += counted[0] + 1
         batch.anchors = torch.tensor(anchors, device=batch.cache.device)
-        self._drop_finished()
-        return requests
+        return [(counted[0], counted[1]) for counted in read]
 
     def _draft_length(self, row: int, request: Request) -> int:
         """How far the draft may reach: as far as the answer's and the drafter's limits allow."""
@@ -250,86 +444,32 @@ class Engine:
         left = request.limit - len(request.token_ids) - 1  # the round itself adds one token to those accepted
         return max(0, min(self.reach, left, self.drafter.max_positions - self.batch.cache.lengths[row]))
 
-    def _admit(self) -> list[Request]:
-        """Run the prompts of waiting requests in free rows; each yields its first token."""
-        batch, first = self.batch, len(self.batch.requests)
-        fresh = [self.waiting.popleft() for _ in range(min(len(self.waiting), self.rows - first))]
-        fresh.sort(key=lambda request: -len(request.prompt_ids))  # the prefill then runs ever fewer rows
-        if not fresh:
-            return []
-        for request in fresh:
-            request.begun = time.perf_counter()
-        batch.requests += fresh
-        for row in range(first, first + len(fresh)):
-            batch.cache.lengths[row] = 0
-            if batch.draft_state is not None:
-                batch.draft_state.reset(row)
-        hidden_RH = self._prefill(fresh, first)
-        sampling = SamplingBatch.stack([r.params for r in fresh], [r.seed for r in fresh], self.target.device)
-        logits = self.target.logits(hidden_RH[:, None])
-        positions = torch.tensor([[len(request.prompt_ids)] for request in fresh], device=self.target.device)
-        if any(has_penalty(request.params) for request in fresh):
-            batch.counts = batch.counts or TokenCounts(self.rows, self.target.vocab_size, self.target.device)
-            for row, request in enumerate(fresh, start=first):
-                batch.counts.start(row, request.prompt_ids)
-        processed = logits
-        if processors := self._processors(fresh):
-            nothing, itself = positions[:, :0], torch.ones_like(positions, dtype=torch.bool)[..., None]
-            processed = processors.apply(logits, positions, batch.counts, first, nothing, itself)
-        first_tokens = draw(probabilities(processed, sampling), sampling, positions)[:, 0]
-        if batch.counts is not None:
-            batch.counts.add(first, first_tokens[:, None], torch.ones_like(first_tokens))
-        batch.anchors = torch.cat([batch.anchors, first_tokens])
-        batch.history[first : first + len(fresh)].scatter_(1, positions, first_tokens[:, None])
-        wanted = [request.params.logprobs for request in fresh if request.params.logprobs is not None]
-        found = best_logprobs(logits, first_tokens[:, None], max(wanted)) if wanted else None
-        for row, (request, token) in enumerate(zip(fresh, first_tokens.tolist(), strict=True)):
-            request.note_logprobs(found, row, 1)
-            request.commit([token], self.decoder.eos_ids)
-        self._stack_sampling()
-        self._drop_finished()
-        return fresh
+    def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
+        """End requests whose pass has failed."""
+        for request in requests:
+            if not request.done:
+                request.error = EngineError(f"the request failed in a pass of the model: {error!r}; send it again")
+                request.error.__cause__ = error
+        self._free_rows()
+        return requests
 
-    def _prefill(self, fresh: list[Request], first: int) -> Tensor:
-        """Run prompts, longest first, in chunks behind rows `first ..`; returns the last hidden states [R, H]."""
-        cache, device = self.batch.cache, self.target.device
-        rows = len(fresh)
-        ends = [len(request.prompt_ids) for request in fresh]
-        ids = torch.zeros(rows, max(ends), dtype=torch.int64)
-        for row, request in enumerate(fresh):
-            ids[row, : ends[row]] = torch.tensor(request.prompt_ids)
-        ids = ids.to(device)
-        self.batch.history[first : first + rows, : max(ends)] = ids
-        taps = self.drafter.taps if self.drafter else ()
-        hidden_RH = torch.zeros(rows, self.target.hidden_size, dtype=self.target.dtype, device=device)
-        for start in range(0, max(ends), PREFILL_CHUNK):
-            running = sum(end > start for end in ends)  # the first rows: longer prompts come first
-            result = self.target.forward(ids[:running, start : start + PREFILL_CHUNK], cache, taps, first)
-            counts = [min(end - start, PREFILL_CHUNK) for end in ends[:running]]
-            counts_R = torch.tensor(counts, device=device)
-            if self.drafter is not None:
-                assert self.batch.draft_state is not None
-                self.drafter.observe(self.batch.draft_state, first, result.taps, counts_R)
-            hidden_RH[:running] = result.hidden[torch.arange(running, device=device), counts_R - 1]
-            for row, count in enumerate(counts):
-                cache.lengths[first + row] += count
-        return hidden_RH
-
-    def _drop_finished(self) -> None:
-        """Free the rows of finished requests; the last row in use moves into each gap."""
+    def _free_rows(self) -> None:
+        """Take ended requests off their rows: the last decoding one fills the gap, arriving ones move up."""
         batch = self.batch
-        finished = [row for row, request in enumerate(batch.requests) if request.output is not None]
-        if not finished:
-            return
-        order = list(range(len(batch.requests)))
-        for row in reversed(finished):
+        order = list(range(len(batch.requests)))  # which of the rows each remaining one comes from
+        for row in reversed([row for row, request in enumerate(batch.requests) if request.done]):
             moved = order.pop()
             if row < len(order):
                 order[row] = moved
                 batch.move(len(order), row)
-        batch.requests = [batch.requests[index] for index in order]
-        batch.anchors = batch.anchors[torch.tensor(order, dtype=torch.int64, device=batch.anchors.device)]
-        self._stack_sampling()
+        staying = [row for row, request in enumerate(self.arriving, start=len(batch.requests)) if not request.done]
+        for place, row in enumerate(staying, start=len(order)):
+            batch.move(row, place)
+        self.arriving = [request for request in self.arriving if not request.done]
+        if len(order) < len(batch.requests):
+            batch.requests = [batch.requests[index] for index in order]
+            batch.anchors = batch.anchors[torch.tensor(order, dtype=torch.int64, device=batch.anchors.device)]
+            self._stack_sampling()
 
     def _stack_sampling(self) -> None:
         requests = self.batch.requests

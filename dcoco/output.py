@@ -6,6 +6,7 @@ from typing import Literal
 from torch import Tensor
 
 PHASES = ("draft", "correct", "verify")
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass
@@ -71,7 +72,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     stats: Stats
     trace: list[RoundTrace] | None = None
     # Where `SamplingParams.logprobs` asks, for each token {id: log-probability}: the token itself, then the best ones.
@@ -91,3 +92,4 @@ class Chunk:
     text: str
     token_ids: list[int]
     output: RequestOutput | None = None  # set in the last chunk
+    logprobs: list[dict[int, float]] | None = None  # of `token_ids`, as in RequestOutput

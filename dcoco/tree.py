@@ -36,8 +36,9 @@ def grow(
     size: int,
     recalled: Recalled | None = None,
     worth: float = 0.0,
+    calibration: Tensor | None = None,
 ) -> Draft:
-    """Choose the most probable nodes of each row, at most K a slot, none deeper than its limit.
+    """Choose the most probable nodes of each row, at most K a slot, none deeper than its limit; the best come first.
 
     Args:
         positions: int64 [R, n], the absolute position of each slot's token.
@@ -45,6 +46,7 @@ def grow(
         size: nodes at most.
         recalled: what the text recalls; where a path follows it through the whole lattice, it goes on beyond.
         worth: nodes less probable than this are left out.
+        calibration: float32 [D], what to add to the log-probability of a node of depth 1, 2, ...; must not rise.
     """
     rows, slots, candidates = lattice.ids.shape
     width = min(size, candidates)
@@ -82,17 +84,19 @@ def grow(
         parent, tokens = torch.cat([parent, parents_Rm], dim=1), torch.cat([tokens, recalled.beyond], dim=1)
         depth = torch.cat([depth, slots + 1 + ahead_m])
 
+    if calibration is not None:
+        log_probs = log_probs + calibration[depth - 1]
     log_probs = log_probs.masked_fill(depth > limits[:, None], -torch.inf)
     best_RN, node_RN = log_probs.topk(min(size, log_probs.shape[1]))
     valid_RN = best_RN > (math.log(worth) if worth else FLOOR)
     if valid_RN.device.type == "cpu":  # elsewhere asking how many there are would cost more than padding
         most = int(valid_RN.sum(-1).amax())
-        node_RN, valid_RN = node_RN[:, :most], valid_RN[:, :most]
+        best_RN, node_RN, valid_RN = best_RN[:, :most], node_RN[:, :most], valid_RN[:, :most]
     place = torch.zeros(rows, log_probs.shape[1] + 1, dtype=torch.int64, device=limits.device)  # 0: the anchor
     place.scatter_(1, node_RN + 1, torch.arange(1, node_RN.shape[1] + 1, device=limits.device).expand_as(node_RN))
     parents_RN = place.gather(1, parent.gather(1, node_RN)).masked_fill(~valid_RN, 0)
     levels = min(slots + (0 if recalled is None else recalled.beyond.shape[1]), node_RN.shape[1])
-    return Draft(tokens.gather(1, node_RN), tree=Tree.build(parents_RN, valid_RN, levels))
+    return Draft(tokens.gather(1, node_RN), tree=Tree.build(parents_RN, valid_RN, levels), log_probs=best_RN)
 
 
 def _last_step(scores: Scores, recalled: Recalled, temperature_R: Tensor | None) -> Tensor:

@@ -19,32 +19,45 @@ from drafters.base import Draft, Lattice
 from verifier.sampling import SamplingBatch, Stream, exponential_noise
 
 
-def walk(lattice: Lattice, scores: Scores, batch: SamplingBatch, positions: Tensor, sampled: bool = False) -> Draft:
-    """Choose a path.
+def walk(
+    lattice: Lattice,
+    scores: Scores,
+    batch: SamplingBatch,
+    positions: Tensor,
+    sampled: bool = False,
+    calibration: Tensor | None = None,
+) -> Draft:
+    """Choose a path, and say how probable each of its beginnings is.
 
     Args:
         positions: int64 [R, n], the absolute position of each slot's token.
         sampled: draw with noise of its own and return q, for `verify_sampled`; else couple to the target's draw.
+        calibration: float32 [D], what to add to the log-probability of a path of length 1, 2, ...
     """
     rows = torch.arange(len(lattice.ids), device=lattice.ids.device)
     race = target_race(lattice, batch, positions, Stream.WALK if sampled else Stream.TARGET)
     chosen: list[Tensor] = []
+    log_probs: list[Tensor] = []  # of each step
     q: list[Tensor] = []
     scores_RK = scores.first
     for slot in range(lattice.ids.shape[1]):
         if slot:
             scores_RK = scores.rest[rows, slot - 1, chosen[-1]]
-        if race is None:
-            chosen.append(scores_RK.argmax(-1))
-        else:
+        raced_RK = scores_RK
+        if race is not None:
             temperature_R, noise_RnK = race
             scores_RK = scores_RK / temperature_R[:, None]
-            chosen.append((scores_RK - noise_RnK[:, slot]).argmax(-1))
+            raced_RK = scores_RK - noise_RnK[:, slot]
+        chosen.append(raced_RK.argmax(-1))
+        log_probs.append(raced_RK.amax(-1) - raced_RK.logsumexp(-1))
         if sampled:
             q.append(_one_hot_where_greedy(scores_RK.softmax(-1), chosen[-1], batch))
     path_Rn = torch.stack(chosen, dim=1)
     tokens = lattice.ids.gather(2, path_Rn[..., None]).squeeze(-1)
-    return Draft(tokens, lattice.ids, torch.stack(q, dim=1)) if sampled else Draft(tokens)
+    if sampled:
+        return Draft(tokens, lattice.ids, torch.stack(q, dim=1))
+    reach_Rn = torch.stack(log_probs, dim=1).cumsum(1)
+    return Draft(tokens, log_probs=reach_Rn if calibration is None else reach_Rn + calibration[: reach_Rn.shape[1]])
 
 
 def target_race(

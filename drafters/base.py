@@ -30,15 +30,23 @@ class Lattice:
 class Draft:
     """A finished draft: n tokens a row, and the distribution each was drawn from where it was drawn.
 
-    The tokens follow one another, unless `tree` says how they branch.
-    `candidates` and `q` are None for a draft that is a fixed function of the past (deterministic), else [R, n, K]: `q`
-    is the probability with which the walk chose among `candidates`, given the tokens before it.
+    The tokens follow one another, unless `tree` says how they branch; then the most probable come first. `log_probs`
+    are of the path to each token, where the drafter can say how likely it is to be accepted. `candidates` and `q` are
+    None for a draft that is a fixed function of the past (deterministic), else [R, n, K]: `q` is the probability with
+    which the walk chose among `candidates`, given the tokens before it.
     """
 
     tokens: Tensor  # [R, n] int64
     candidates: Tensor | None = None  # [R, n, K] int64
     q: Tensor | None = None  # [R, n, K] float32
     tree: Tree | None = None
+    log_probs: Tensor | None = None  # [R, n] float32
+
+    def first(self, counts: list[int]) -> "Draft":
+        """The first counts[r] tokens of each row, padded to the longest. Not for a draft with q."""
+        longest = max(counts)
+        tree = None if self.tree is None else self.tree.first(counts)
+        return Draft(self.tokens[:, :longest], tree=tree)
 
 
 class DraftState(Protocol):

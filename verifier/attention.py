@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from verifier.errors import TargetError
+from verifier.packing import Packing
 
 NAME = "dcoco"
 
@@ -25,21 +26,27 @@ def folded_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    packing: Packing | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend with query [R, N, Q, D] to key and value [R, G, L, D]; returns [R, Q, N, D].
+
+    A packed query is [1, N, T, D], and so is what it returns: [1, T, N, D].
 
     `attention_mask` is None or additive [R or 1, 1, (N/G) * Q or 1, L], already folded by `fold_mask`. Raises
     TargetError for a family whose attention needs more than this (soft caps, sinks, biases).
     """
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise TargetError(f"the target's attention uses {unknown[0]}, which is not served here: choose another target")
+    if packing is not None:
+        query = packing.unpack(query[0].transpose(0, 1)).transpose(1, 2)
     rows, heads, queries, size = query.shape
     groups = key.shape[1]
     if heads != groups:
         query = query.reshape(rows, groups, heads // groups * queries, size)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(rows, heads, queries, -1).transpose(1, 2), None
+    out = out.reshape(rows, heads, queries, -1).transpose(1, 2)
+    return out if packing is None else packing.pack(out)[None], None
 
 
 def fold_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verifier.errors import ParameterError
+from verifier.packing import Packing
 
 
 class RaggedCache:
@@ -40,8 +41,8 @@ class RaggedCache:
         self._extent = 0
         self._slots = torch.empty(0, dtype=torch.int64)  # flat positions (row * L + position) that the pass writes
 
-    def begin(self, first: int, rows: int, queries: int) -> tuple[Tensor, int]:
-        """Announce a pass of `queries` new tokens for each of the rows `first .. first + rows - 1`.
+    def begin(self, first: int, rows: int, queries: int, packing: Packing | None = None) -> tuple[Tensor, int]:
+        """Announce a pass of `queries` new tokens (or the packed ones) for each of `rows` rows, from `first` on.
 
         Returns:
             positions [R, Q] int64 where the tokens are written, and the extent: how many cache positions the pass looks
@@ -62,12 +63,14 @@ class RaggedCache:
         positions_RQ = starts_R1 + torch.arange(queries, device=self.device)
         rows_R1 = torch.arange(first, first + rows, device=self.device)[:, None]
         self._slots = (rows_R1 * self.max_length + positions_RQ).view(-1)
+        if packing is not None:
+            self._slots = self._slots[packing.index]
         return positions_RQ, self._extent
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [R, G, Q, D] of one layer; return all of [R, G, extent, D] as views.
+        """Write keys and values [R, G, Q, D] (packed: [1, G, T, D]) of a layer; return all [R, G, extent, D] as views.
 
         The name and the arguments are those of `transformers.Cache.update`, which attention layers call.
         """
@@ -99,6 +102,11 @@ class RaggedCache:
         for store in (*self._keys.values(), *self._values.values()):
             tokens = store.view(-1, *store.shape[2:])
             tokens.index_copy_(0, targets, tokens.index_select(0, sources))
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one row takes, once a pass has run."""
+        stores = [*self._keys.values(), *self._values.values()]
+        return sum(store[0, 0].numel() * store.element_size() for store in stores)
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Views of the keys and values [R, G, extent, D] of one layer, as the last pass saw them."""

@@ -26,3 +26,11 @@ class FetchError(DcocoError):
 
 class ConfigError(DcocoError):
     """A configuration file names an unknown key, or a value that can't be used."""
+
+
+class EngineError(DcocoError):
+    """A request can't be finished: a pass of the model failed, or the engine has stopped."""
+
+
+class QueueFullError(DcocoError):
+    """As many requests wait as may wait; try again later."""

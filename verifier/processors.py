@@ -4,7 +4,8 @@ Names, meanings and order are vLLM's: tokens that may not end the text yet, logi
 and presence penalty; then temperature and the filters of `verifier/sampling.py`. A drafted position sees the drafts
 before it as it would see them committed, so drafts are verified against the very p that plain decoding would have.
 
-Shapes: R rows, Q queries a row (the anchor, then drafted tokens), S rows allocated, V vocabulary.
+Shapes: R rows, Q queries a row (the anchor, then drafted tokens), T queries that were run, E entries, S rows allocated,
+V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -75,35 +76,44 @@ class Processors:
         return cls(columns(penalties) if penalised else None, columns(bias), columns(ends))
 
     def apply(
-        self, logits: Tensor, positions: Tensor, counts: TokenCounts | None, first: int, drafted: Tensor, sees: Tensor
+        self,
+        logits: Tensor,
+        places: Tensor,
+        positions: Tensor,
+        counts: TokenCounts | None,
+        first: int,
+        drafted: Tensor,
+        sees: Tensor,
     ) -> Tensor:
-        """Changed logits [R, Q, V], in float32 or better.
+        """Changed logits [T, V], in float32 or better, of the queries that were run.
 
         Args:
-            positions: int64 [R, Q], where the token that each query predicts will stand.
+            places: int64 [T], r * Q + q of each query (`Packing.index`).
+            positions: int64 [T], where the token that each query predicts will stand.
             counts: of the allocated rows, these being `first ..`; needed where a row has a penalty.
             drafted: int64 [R, Q - 1], the tokens behind the anchor.
             sees: bool [R, Q, Q], which queries each query follows, itself included.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        rows_T = places // sees.shape[1]
         if self.ends is not None:
             rows, ids, first_allowed = self.ends
-            early = positions[rows] < first_allowed[:, None]
-            logits[rows, :, ids] = logits[rows, :, ids].masked_fill(early, -torch.inf)
+            early_ET = (rows_T == rows[:, None]) & (positions < first_allowed[:, None])
+            entry, query = early_ET.nonzero(as_tuple=True)
+            logits[query, ids[entry]] = -torch.inf
         if self.bias is not None:
             rows, ids, values = self.bias
-            logits[rows, :, ids] += values[:, None]
+            entry, query = (rows_T == rows[:, None]).nonzero(as_tuple=True)
+            logits[query, ids[entry]] += values[entry]
         if self.penalties is not None:
             assert counts is not None
-            repetition_R, frequency_R, presence_R = self.penalties
-            span = slice(first, first + len(logits))
-            queries = logits.shape[1]
-            count_RQV = counts.answer[span, None].repeat(1, queries, 1)
-            count_RQV.scatter_add_(2, drafted[:, None].expand(-1, queries, -1), sees[..., 1:].to(count_RQV.dtype))
-            used_RQV = (count_RQV > 0) | counts.prompt[span, None]
-            penalty = torch.where(used_RQV, repetition_R[:, None, None], 1.0)
+            repetition_T1, frequency_T1, presence_T1 = (column[rows_T, None] for column in self.penalties)
+            count_TV = counts.answer[first + rows_T]
+            before_TN = sees.flatten(0, 1)[places, 1:].to(count_TV.dtype)
+            count_TV.scatter_add_(1, drafted[rows_T], before_TN)
+            penalty = torch.where((count_TV > 0) | counts.prompt[first + rows_T], repetition_T1, 1.0)
             logits = torch.where(logits > 0, logits / penalty, logits * penalty)
-            logits -= frequency_R[:, None, None] * count_RQV + presence_R[:, None, None] * (count_RQV > 0)
+            logits -= frequency_T1 * count_TV + presence_T1 * (count_TV > 0)
         return logits
 
 

@@ -17,14 +17,13 @@ from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import TargetError
 from verifier.linear import PackedLinear, pack_linears
+from verifier.packing import Packing
 from verifier.tree import Tree
-
-PREFILL_CHUNK = 512  # tokens a row in one prefill pass: bounds the memory of masks and activations
 
 
 @dataclass
 class Pass:
-    """What one forward pass left: hidden [R, Q, H] (after the final norm) and the taps, [R, Q, H] each."""
+    """What one forward pass left: hidden (after the final norm) and taps, [R, Q, H] each, or [1, T, H] if packed."""
 
     hidden: Tensor
     taps: list[Tensor]
@@ -68,20 +67,32 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, ids_RQ: Tensor, cache: RaggedCache, taps: Sequence[int] = (), first: int = 0, tree: Tree | None = None
+        self,
+        ids_RQ: Tensor,
+        cache: RaggedCache,
+        taps: Sequence[int] = (),
+        first: int = 0,
+        tree: Tree | None = None,
+        packing: Packing | None = None,
     ) -> Pass:
         """Run ids [R, Q] int64 behind the rows `first .. first + R - 1` of the cache, causally or as a tree.
+
+        With `packing` only the real tokens are run, as [1, T].
 
         `taps` names decoder layers whose outputs (before the final norm) are returned; -1 is the embedding's output.
         The tokens enter the cache but count only once the caller raises `cache.lengths`.
         """
         rows, queries = ids_RQ.shape
-        positions_RQ, extent = cache.begin(first, rows, queries)
+        if packing is not None and packing.whole:
+            packing = None
+        positions_RQ, extent = cache.begin(first, rows, queries, packing)
         if tree is None:
             mask = self.masks.causal(positions_RQ, extent)
         else:
             mask = self.masks.tree(positions_RQ, extent, tree)
             positions_RQ = positions_RQ[:, :1] + tree.depths
+        if packing is not None:
+            ids_RQ, positions_RQ = packing.pack(ids_RQ)[None], packing.pack(positions_RQ)[None]
         embedded = self.embedding(ids_RQ)
         self._wanted = {tap for tap in taps if tap >= 0}
         out = self.body(
@@ -91,6 +102,7 @@ class Target:
             position_ids=positions_RQ.clamp(max=self.max_positions - 1),
             cache=cache,
             use_cache=True,
+            packing=packing,
         )
         found = [embedded if tap < 0 else self.tapped[tap] for tap in taps]
         self.tapped.clear()
@@ -133,6 +145,7 @@ class Target:
         self.head = self.model.get_output_embeddings()
         cache = RaggedCache(1, 4, self.device)
         ours = self.logits(self.forward(torch.tensor([[0, 1]], device=self.device), cache).hidden).float()
+        self.cache_bytes_per_token = cache.bytes_per_token()
         gap = (ours - theirs).abs().max().item()
         if not gap <= 0.05 * theirs.abs().max().item() + 1e-3:
             raise TargetError(

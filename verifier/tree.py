@@ -34,3 +34,11 @@ class Tree:
             sees = (sees @ sees).clamp_(max=1.0)
             reach *= 2
         return cls(parents, valid, sees > 0, sees.sum(-1).long() - 1)
+
+    def first(self, counts: list[int]) -> "Tree":
+        """The tree of the first counts[r] nodes of each row, which hold their own ancestors; padded to the longest."""
+        longest = max(counts)
+        places = torch.arange(longest, device=self.valid.device)
+        valid = self.valid[:, :longest] & (places < torch.tensor(counts, device=self.valid.device)[:, None])
+        queries = longest + 1
+        return Tree(self.parents[:, :longest], valid, self.sees[:, :queries, :queries], self.depths[:, :queries])

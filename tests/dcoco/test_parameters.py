@@ -101,8 +101,8 @@ def test_control_drafts_that_do_not_see_the_drafts_before_them(monkeypatch):
     truth = [output.token_ids for output in tiny_decoder("qwen3").generate(given, params, "plain")]
     real = Processors.apply
 
-    def blind(self, logits, positions, counts, first, drafted, sees):
-        return real(self, logits, positions, counts, first, drafted, torch.zeros_like(sees))
+    def blind(self, logits, places, positions, counts, first, drafted, sees):
+        return real(self, logits, places, positions, counts, first, drafted, torch.zeros_like(sees))
 
     monkeypatch.setattr(Processors, "apply", blind)
     decoder = tiny_decoder("qwen3", worth=0.0, tree_size=60)

@@ -1,0 +1,141 @@
+"""What a round costs on this machine: seconds of a target pass by rows and tokens, and of a draft by rows and slots.
+
+Measured once, in a second or two, and kept in the cache folder by model, dtype, method and machine.
+
+Shapes: R rows.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from dcoco.detokenizer import Detokenizer
+from dcoco.fetch import cache_folder
+from verifier.cache import RaggedCache
+from verifier.sampling import SamplingBatch, SamplingParams
+
+if TYPE_CHECKING:
+    from dcoco.decoder import DCOCODecoder, Method
+
+ROWS = (1, 4, 16, 32, 64)
+TOKENS = (1, 2, 4, 8, 16)  # of a row
+CONTEXT = 256  # positions that the measured rows hold
+REPEATS = 3  # the fastest counts: what else the machine does only slows it down
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured seconds; between the measured points they are interpolated, behind the last one extrapolated."""
+
+    rows: list[int]
+    tokens: list[int]  # a row
+    target: list[list[float]]  # [rows][tokens]: one pass, to the most probable token of every query
+    slots: list[int]
+    draft: list[list[float]]  # [rows][slots]: drafting and correcting
+
+    def of_target(self, rows: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of a pass of so many tokens altogether in `rows` rows."""
+        return self._between(rows, np.asarray(tokens) / rows, self.tokens, self.target)
+
+    def of_draft(self, rows: int, slots: int) -> float:
+        """Seconds of drafting blocks of `slots` tokens for `rows` rows."""
+        return float(self._between(rows, np.asarray(slots), self.slots, self.draft))
+
+    def _between(self, rows: int, x: np.ndarray, points: list[int], curves: list[list[float]]) -> np.ndarray:
+        values = [_interpolate(x, points, curve) for curve in curves]
+        if len(values) == 1:
+            return values[0]
+        upper = min(max(1, int(np.searchsorted(self.rows, rows))), len(self.rows) - 1)
+        share = (rows - self.rows[upper - 1]) / (self.rows[upper] - self.rows[upper - 1])
+        return values[upper - 1] * (1.0 - share) + values[upper] * share
+
+
+def _interpolate(x: np.ndarray, points: list[int], curve: list[float]) -> np.ndarray:
+    inside = np.interp(x, points, curve)
+    if len(points) == 1:
+        return inside
+    slope = max(0.0, (curve[-1] - curve[-2]) / (points[-1] - points[-2]))
+    return inside + slope * np.maximum(0.0, x - points[-1])
+
+
+def find_costs(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
+    """The costs of a decoder's rounds on this machine, measured if they are not in the cache folder."""
+    target, drafter = decoder.target, decoder.drafter
+    assert drafter is not None
+    facts = {
+        "target": [target.config.to_json_string(), str(target.dtype), str(target.device)],
+        "drafter": [type(drafter).__name__, drafter.block_size, len(drafter.taps)],
+        "method": [method, decoder.tree_size, decoder.recall],
+        "machine": [platform.processor(), _cpu(), torch.get_num_threads(), torch.__version__],
+        "rows": max_rows,
+    }
+    file = cache_folder().parent / "costs" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+    try:
+        return Costs(**json.loads(file.read_text())["costs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        costs = measure(decoder, method, max_rows)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps({"costs": asdict(costs), "facts": facts}, indent=1))
+        part.replace(file)
+        return costs
+
+
+@torch.inference_mode()
+def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
+    """Time passes and drafts of up to `max_rows` rows."""
+    from dcoco.engine import Batch, Request  # the engine needs this module
+
+    target, drafter = decoder.target, decoder.drafter
+    assert drafter is not None
+    counts = sorted({*(rows for rows in ROWS if rows < max_rows), max_rows})
+    slots = sorted({max(1, drafter.block_size >> halved) for halved in range(3)})
+    context = min(CONTEXT, target.max_positions - max(TOKENS) - 1)
+    costs = Costs(counts, list(TOKENS), [], slots, [])
+    for rows in tqdm(counts, desc="measuring what a round costs", unit="size", leave=False):
+        cache = RaggedCache(rows, context + max(*TOKENS, drafter.block_size) + 1, target.device)
+        batch = Batch(method, cache, drafter.start(rows, cache.max_length))
+        params = SamplingParams()
+        batch.requests = [Request([0], params, 1, Detokenizer(decoder.tokenizer))] * rows
+        batch.sampling = SamplingBatch.stack([params] * rows, [0] * rows, target.device)
+        batch.anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
+        cache.lengths = [context] * rows
+
+        def run(tokens: int, batch: Batch = batch) -> None:
+            ids = batch.anchors[:, None].expand(-1, tokens)
+            target.logits(target.forward(ids, batch.cache, drafter.taps).hidden).max(-1)
+
+        def draft(slots: int, batch: Batch = batch) -> None:
+            decoder.propose(batch, [slots] * len(batch.requests), slots)
+
+        costs.target.append([_seconds(run, count, target.device) for count in TOKENS])
+        costs.draft.append([_seconds(draft, count, target.device) for count in slots])
+    return costs
+
+
+def _seconds(call: Callable[[int], None], size: int, device: torch.device) -> float:
+    times = []
+    for _ in range(REPEATS):
+        begun = time.perf_counter()
+        call(size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begun)
+    return min(times)
+
+
+def _cpu() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
