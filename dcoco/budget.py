@@ -45,7 +45,7 @@ class Budget:
         # By choice: tokens that a row may expect to get accepted if the batch verifies 0, 1, 2, ... tokens a row.
         self._promise = np.zeros((len(self.choices), most + 1))
         self._noted = np.full(len(self.choices), -np.inf)  # the round that it was last updated in
-        self._overhead = [0.0, 0.0]  # seconds a row of plain and of drafted rounds, beyond their costs
+        self._drift = [1.0, 1.0]  # how much longer plain and drafted rounds take than was measured
         self._rounds = 0
 
     def slots(self, rows: int) -> int:
@@ -55,9 +55,9 @@ class Budget:
             return self.choices[-1]
         tokens = rows * np.arange(1, self._promise.shape[1] + 1)
         passes = self.costs.of_target(rows, tokens)
-        best, rate = 0, rows / (passes[0] + rows * self._overhead[0])
+        best, rate = 0, rows / (passes[0] * self._drift[0])
         for choice, promise in zip(self.choices, self._promise, strict=True):
-            seconds = passes + self.costs.of_draft(rows, choice) + rows * self._overhead[1]
+            seconds = (passes + self.costs.of_draft(rows, choice)) * self._drift[1]
             found = float((rows * (1.0 + promise) / seconds).max())
             if found > rate:
                 best, rate = choice, found
@@ -80,7 +80,7 @@ class Budget:
         pooled = p_RN.flatten().sort(descending=True).values.double().numpy()
         gains = np.concatenate([[0.0], pooled.cumsum()])
         passes = self.costs.of_target(rows, rows + np.arange(len(gains)))
-        seconds = passes + self.costs.of_draft(rows, slots) + rows * self._overhead[1]
+        seconds = passes + self.costs.of_draft(rows, slots)
         bought = int(((rows + gains) / seconds).argmax())
         self._remember(p_RN, depths_RN.cpu(), slots)
         if bought == 0:
@@ -108,8 +108,8 @@ class Budget:
         expected = float(self.costs.of_target(rows, np.asarray(rows + verified)))
         expected += self.costs.of_draft(rows, drafted) if drafted else 0.0
         kind = int(drafted > 0)
-        if seconds < OUTLIER * (expected + rows * self._overhead[kind]):
-            self._overhead[kind] = FADE * self._overhead[kind] + (1.0 - FADE) * (seconds - expected) / rows
+        if seconds < OUTLIER * expected * self._drift[kind]:
+            self._drift[kind] += (1.0 - FADE) * (seconds / expected - self._drift[kind])
 
     def _remember(self, p_RN: Tensor, depths_RN: Tensor, slots: int) -> None:
         """Note what this draft promises, and what shorter ones would have promised."""

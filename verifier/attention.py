@@ -38,15 +38,24 @@ def folded_attention(
     """
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise TargetError(f"the target's attention uses {unknown[0]}, which is not served here: choose another target")
-    if packing is not None:
-        query = packing.unpack(query[0].transpose(0, 1)).transpose(1, 2)
+    if packing is None:
+        return _attend(query, key, value, attention_mask, scaling), None
+    assert attention_mask is not None
+    packed_TND = query[0].transpose(0, 1)
+    outs = []
+    for part, mask in zip(packing.parts, packing.masks(attention_mask), strict=True):
+        part_RNQD = part.unpack(packed_TND).transpose(1, 2)
+        outs.append(part.pack(_attend(part_RNQD, part.take(key), part.take(value), mask, scaling)))
+    return torch.cat(outs)[None], None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     rows, heads, queries, size = query.shape
     groups = key.shape[1]
     if heads != groups:
         query = query.reshape(rows, groups, heads // groups * queries, size)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    out = out.reshape(rows, heads, queries, -1).transpose(1, 2)
-    return out if packing is None else packing.pack(out)[None], None
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(rows, heads, queries, -1).transpose(1, 2)
 
 
 def fold_mask(allowed: Tensor, repeats: int, dtype: torch.dtype) -> Tensor:
