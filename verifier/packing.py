@@ -21,20 +21,18 @@ class Part:
     """Queries `first .. first + queries - 1` of some rows, padded."""
 
     rows: Tensor | None  # int64 [r]; None: all of them
-    count: int  # r
     first: int
     queries: int
-    tokens: slice  # of the packed sequence
-    places: Tensor  # int64: where they stand among the r x queries places
+    tokens: Tensor  # int64 [r * queries]: which packed token stands at each place; any where there is none
+    places: Tensor  # int64: the places that have one
 
     def take(self, x: Tensor) -> Tensor:
         """These rows of x [R, ...]."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Packed [T, ...] laid out as [r, queries, ...], zero where there is no token."""
-        padded = packed.new_zeros(self.count * self.queries, *packed.shape[1:])
-        return padded.index_copy_(0, self.places, packed[self.tokens]).unflatten(0, (self.count, self.queries))
+        """Packed [T, ...] laid out as [r, queries, ...]."""
+        return packed.index_select(0, self.tokens).unflatten(0, (-1, self.queries))
 
     def pack(self, padded: Tensor) -> Tensor:
         """The real tokens of padded [r, queries, ...]."""
@@ -54,45 +52,39 @@ class Packing:
         self.rows, self.queries = len(counts), max(counts)
         self.whole = sum(counts) == self.rows * self.queries
         self.parts: list[Part] = []
+        self.index = torch.arange(self.rows * self.queries, device=device)
+        self._tokens = self.index  # of each place; any where there is none
         self._masks: dict[int, list[Tensor]] = {}
-        self.index: Tensor
         if self.whole:
-            self.index = torch.arange(self.rows * self.queries, device=device)
             return
         lengths = torch.tensor(counts)
         width = min(set(counts), key=lambda width: self._cost(counts, width))
-        long = (lengths > width).nonzero().flatten()
-        found: list[Tensor] = []
-        for rows, first, last in ((torch.arange(self.rows), 0, width), (long, width, self.queries)):
+        everyone, long = torch.arange(self.rows), (lengths > width).nonzero().flatten()
+        layouts = []
+        for rows, first, last in ((everyone, 0, width), (long, width, self.queries)):
             queries = torch.arange(first, last)
-            real = queries < lengths[rows, None]
-            begun = sum(len(part) for part in found)
-            found.append((rows[:, None] * self.queries + queries)[real])
-            tokens, places = slice(begun, begun + len(found[-1])), real.flatten().nonzero().flatten().to(device)
-            of = None if rows is not long else long.to(device)
+            layouts.append((rows, first, (rows[:, None] * self.queries + queries), queries < lengths[rows, None]))
+        index = torch.cat([places[real] for _, _, places, real in layouts])
+        tokens = torch.zeros(self.rows * self.queries, dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
+        for rows, first, places, real in layouts:
             if len(rows):
-                self.parts.append(Part(of, len(rows), first, last - first, tokens, places))
-        self.index = torch.cat(found).to(device)
+                of = None if rows is everyone else rows.to(device)
+                kept = real.flatten().nonzero().flatten().to(device)
+                self.parts.append(Part(of, first, places.shape[1], tokens[places.flatten()].to(device), kept))
+        self.index, self._tokens = index.to(device), tokens.to(device)
 
     def pack(self, padded: Tensor) -> Tensor:
         """The real tokens [T, ...] of padded [R, Q, ...]."""
         return padded.flatten(0, 1) if self.whole else padded.flatten(0, 1).index_select(0, self.index)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Packed [T, ...] laid out as [R, Q, ...], zero where there is no token."""
-        if not self.whole:
-            padded = packed.new_zeros(self.rows * self.queries, *packed.shape[1:])
-            packed = padded.index_copy_(0, self.index, packed)
-        return packed.unflatten(0, (self.rows, self.queries))
+        """Packed [T, ...] laid out as [R, Q, ...]; anything where there is no token."""
+        padded = packed if self.whole else packed.index_select(0, self._tokens)
+        return padded.unflatten(0, (self.rows, self.queries))
 
     def find(self, queries: Tensor) -> Tensor:
-        """Where queries int64 [R, n] of each row stand among the packed tokens; 0 for one without a token."""
-        places = queries + torch.arange(self.rows, device=queries.device)[:, None] * self.queries
-        if self.whole:
-            return places
-        where = torch.zeros(self.rows * self.queries, dtype=torch.int64, device=queries.device)
-        where[self.index] = torch.arange(len(self.index), device=queries.device)
-        return where[places]
+        """Where queries int64 [R, n] of each row stand among the packed tokens; anywhere for one without a token."""
+        return self._tokens[queries + torch.arange(self.rows, device=queries.device)[:, None] * self.queries]
 
     def masks(self, mask: Tensor) -> list[Tensor]:
         """The parts of a folded mask [R, 1, f * Q, L]; all layers of a kind ask for the same."""
