@@ -148,39 +148,6 @@ def test_all_rules_are_greedy_at_temperature_0(rule):
         assert outputs[index].token_ids == plain[index].token_ids
 
 
-@pytest.mark.parametrize("rule", ["match", "one_hot", "sampled"])
-def test_the_second_token_follows_the_targets_law(rule):
-    """The whole path (draft, corrector, walk, rule) over many seeds, against exact probabilities by a G-test."""
-    from scipy.stats import chi2
-
-    decoder = tiny_decoder(rule=rule, eos_ids=[], block=2, max_rows=250)
-    prompt, seeds, temperature = [11, 4, 7], 3000, 1.3
-    each = [SamplingParams(max_tokens=3, temperature=temperature, top_k=5, seed=seed) for seed in range(seeds)]
-    outputs = decoder.generate([prompt] * seeds, each)
-
-    def law(ids):
-        with torch.no_grad():
-            mask = explicit_mask(decoder.target, len(ids))
-            logits = decoder.target.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits
-        values, index = (logits[0, -1].double() / temperature).topk(5)
-        return dict(zip(index.tolist(), values.softmax(-1).tolist(), strict=True))
-
-    expected = {}
-    for first, p in law(prompt).items():
-        for second, q in law([*prompt, first]).items():
-            for third, r in law([*prompt, first, second]).items():
-                expected[first, second, third] = p * q * r
-    counts = dict.fromkeys(expected, 0)
-    for output in outputs:
-        counts[tuple(output.token_ids)] += 1  # a KeyError here is a token of probability zero
-    rare = [key for key, p in expected.items() if p * seeds < 5]
-    cells = [(counts[key], expected[key]) for key in expected if key not in rare]
-    cells.append((sum(counts[key] for key in rare), sum(expected[key] for key in rare)))
-    statistic = 2 * sum(n * torch.log(torch.tensor(n / (p * seeds))).item() for n, p in cells if n)
-    assert chi2.sf(statistic, len(cells) - 1) > 1e-3
-    assert sum(output.stats.accepted_tokens for output in outputs) > 0
-
-
 def test_an_untrained_corrector_is_the_plain_drafter():
     decoder = tiny_decoder(trained=False, eos_ids=[])
     params = SamplingParams(max_tokens=30)
