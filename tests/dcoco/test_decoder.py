@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from dcoco import DCOCODecoder, SamplingParams
+from dcoco import SamplingParams
 from dcoco.errors import DrafterError, ParameterError, TargetError
-from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.dflash import DFlashConfig, DFlashDrafter
-from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, LetterTokenizer, explicit_mask, prompts, tiny_decoder
+from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, explicit_mask, prompts, tiny_decoder
 from verifier.target import Target
 
 
@@ -85,58 +84,6 @@ def test_a_drafter_that_knows_the_answer_is_accepted_whole():
     assert output.stats.acceptance_per_position == [1.0] * 4
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 6])
-@pytest.mark.parametrize("method", ["dcoco", "plain"])
-def test_never_more_than_max_tokens(max_tokens, method):
-    output = tiny_decoder(eos_ids=[]).generate([[5, 6, 7]], SamplingParams(max_tokens=max_tokens), method)[0]
-    assert len(output.token_ids) == max_tokens
-    assert output.finish_reason == "length"
-    assert output.stats.committed_tokens == max_tokens - 1
-
-
-def test_the_position_limit_ends_the_answer():
-    decoder = tiny_decoder(eos_ids=[])
-    prompt = [7] * 120
-    outputs = [decoder.generate([prompt], SamplingParams(max_tokens=100), method)[0] for method in ("dcoco", "plain")]
-    assert len(outputs[0].token_ids) == 8
-    assert outputs[0].token_ids == outputs[1].token_ids
-    assert outputs[0].finish_reason == "length"
-    with pytest.raises(ParameterError, match="128"):
-        decoder.generate([[7] * 128])
-
-
-def test_eos_inside_a_block_ends_everything_there():
-    free = tiny_decoder(eos_ids=[]).generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-    for stop in dict.fromkeys(free.token_ids):
-        end = free.token_ids.index(stop) + 1
-        output = tiny_decoder(eos_ids=[stop]).generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-        assert output.token_ids == free.token_ids[:end]
-        assert output.finish_reason == "stop"
-        assert output.stats.committed_tokens == end - 1
-        same = tiny_decoder(eos_ids=[]).generate([[9, 8]], SamplingParams(max_tokens=40, stop_token_ids=[stop]))[0]
-        assert same.token_ids == output.token_ids
-        ignoring = SamplingParams(max_tokens=40, ignore_eos=True)
-        assert tiny_decoder(eos_ids=[stop]).generate([[9, 8]], ignoring)[0].token_ids == free.token_ids
-
-
-def test_stop_strings_cut_text_and_tokens_and_streams_alike():
-    decoder = tiny_decoder(eos_ids=[])
-    free = decoder.generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-    for start in range(0, 30, 3):
-        for length in (1, 3, 7):  # within a block and across blocks
-            stop = free.text[start : start + length]
-            at = free.text.index(stop)
-            params = SamplingParams(max_tokens=40, stop=[stop, "never"])
-            output = decoder.generate([[9, 8]], params)[0]
-            assert output.text == free.text[:at]
-            assert output.token_ids == free.token_ids[: at + length]  # a letter a token
-            assert output.finish_reason == "stop"
-            chunks = list(decoder.stream([9, 8], params))
-            assert "".join(chunk.text for chunk in chunks) == output.text
-            assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
-            assert chunks[-1].output.token_ids == output.token_ids
-
-
 @pytest.mark.parametrize("rule", ["match", "one_hot", "sampled"])
 def test_all_rules_are_greedy_at_temperature_0(rule):
     decoder = tiny_decoder(rule=rule)
@@ -182,20 +129,6 @@ def test_a_row_is_taken_over_by_the_next_request():
     outputs = decoder.generate(given, SamplingParams(max_tokens=12))
     plain = decoder.generate(given, SamplingParams(max_tokens=12), "plain")
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
-
-
-def test_a_row_at_the_position_limit_beside_a_short_one():
-    torch.manual_seed(0)
-    shape = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
-    target = Target(GPT2LMHeadModel(GPT2Config(**shape)))
-    drafter = BlockDiffusionDrafter(target, BlockDiffusionConfig((1, 3), (0, 3), 4, 6))
-    drafter.initialise(scale=1.0)
-    decoder = DCOCODecoder(target, LetterTokenizer(), drafter.prepare())
-    given = [[5] * 28, [7, 8, 9]]
-    outputs = decoder.generate(given, SamplingParams(max_tokens=20))
-    alone = [decoder.generate([prompt], SamplingParams(max_tokens=20), "plain")[0] for prompt in given]
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
-    assert [len(output.token_ids) for output in outputs] == [4, 20]
 
 
 def test_long_prompts_are_run_in_chunks(monkeypatch):
