@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from dcoco import SamplingParams
 from dcoco.errors import DrafterError, ParameterError, TargetError
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, explicit_mask, prompts, tiny_decoder
+from verifier.cache import RaggedCache
 from verifier.target import Target
 
 
@@ -147,6 +148,38 @@ def test_what_cannot_be_decoded_exactly_is_refused():
         Target(Gemma2ForCausalLM(Gemma2Config(**shape, num_key_value_heads=2, head_dim=16)))
     with pytest.raises(TargetError, match="recurrent"):
         Target(MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)))
+    for change, said in (
+        ({"layer_types": ["chunked_attention"] * 4}, "layers of type chunked_attention"),
+        ({"num_hidden_layers": 5}, "no list of its 5 decoder layers"),
+    ):
+        model = FAMILIES["llama"]()
+        vars(model.config).update(change)
+        with pytest.raises(TargetError, match=said):
+            Target(model)
+
+
+def test_a_head_that_does_more_than_is_known_is_refused(monkeypatch):
+    """Its own logits are then not the head's output, and plain decoding would already be another model's."""
+    forward = LlamaForCausalLM.forward
+
+    def scaled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = 1.5 * out.logits
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(TargetError, match="differ from its own"):
+        Target(FAMILIES["llama"]())
+
+
+def test_a_cache_says_when_it_is_full():
+    with pytest.raises(ParameterError, match="rows >= 1"):
+        RaggedCache(0, 8)
+    cache = RaggedCache(2, 8)
+    cache.lengths[1] = 6
+    cache.begin(0, 2, 2)
+    with pytest.raises(ParameterError, match="8 positions a row; 6 are taken and 3 more"):
+        cache.begin(0, 2, 3)
 
 
 def test_no_activations_are_kept_between_rounds():
@@ -165,6 +198,11 @@ def test_wrong_arguments_are_named():
         decoder.generate([[VOCABULARY]])
     with pytest.raises(ParameterError, match="2 given for 1"):
         decoder.generate([[5]], [SamplingParams()] * 2)
+    with pytest.raises(ParameterError, match="stop_token_ids names token 64; the vocabulary ends at 63"):
+        decoder.generate([[5]], SamplingParams(stop_token_ids=[3, 64]))
+    for name, value in {"tree_size": 0, "worth": 1.0, "rule": "best"}.items():
+        with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
+            tiny_decoder(**{name: value})
     with pytest.raises(ParameterError, match="chat template"):
         decoder.generate([[{"role": "user", "content": "hi"}]])
     decoder.drafter = None
