@@ -87,7 +87,7 @@ class DCOCODecoder:
         with torch.inference_mode():
             embedding = target.embedding_weight()
             self.token_table = None if corrector is None else corrector.token_table(embedding)  # [V, D]
-        self.eos_ids = frozenset(eos_ids)
+        self.eos_ids = frozenset(index for index in eos_ids if index < target.vocab_size)  # a tokenizer may have more
         self.rule = rule
         self.max_rows = max_rows
         self.tree_size = tree_size

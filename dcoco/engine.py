@@ -311,9 +311,14 @@ class Engine:
         vocabulary = self.target.vocab_size
         if biased := [token for token in params.logit_bias or () if token >= vocabulary]:
             raise ParameterError(f"logit_bias names token {biased[0]}; the vocabulary ends at {vocabulary - 1}")
+        if stops := [token for token in params.stop_token_ids or () if token >= vocabulary]:
+            raise ParameterError(f"stop_token_ids names token {stops[0]}; the vocabulary ends at {vocabulary - 1}")
         wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
         if wrong:
-            raise ParameterError(f"prompt token {wrong[0]!r} is not an id of the vocabulary (0..{vocabulary - 1})")
+            raise ParameterError(
+                f"prompt token {wrong[0]!r} is not an id of the model's vocabulary (0..{vocabulary - 1}); where the "
+                "tokenizer has more ids, leave those out"
+            )
         if len(ids) >= self.max_model_len:
             raise ParameterError(
                 f"the prompt has {len(ids)} tokens; prompt and answer may have {self.max_model_len} together: "

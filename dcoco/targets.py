@@ -175,14 +175,20 @@ def load_target(
             )
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         except Exception as error:  # transformers raises anything from OSError to RuntimeError for a bad folder
-            raise TargetError(f"target {source.name!r} can't be loaded from {folder}: {error}") from error
-    # Transformers fills what is missing or of another shape with random weights and goes on; a target must be whole.
+            raise TargetError(
+                f"target {source.name!r} can't be loaded from {folder}: {error}. Get its files again, or choose another"
+            ) from error
+    # Transformers fills what is missing or of another shape with random weights, leaves out what it doesn't expect (the
+    # layers above num_hidden_layers, say) and goes on; a target must be whole.
     model, report = loaded
-    for fault in ("missing_keys", "mismatched_keys"):
+    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
         if report.get(fault):
             some = ", ".join(str(key) for key in sorted(report[fault], key=str)[:3])
             count, kind = len(report[fault]), fault.replace("_keys", "")
-            raise TargetError(f"target {source.name!r} in {folder} has {count} {kind} weights: {some} ...")
+            raise TargetError(
+                f"target {source.name!r} in {folder} has {count} {kind} weights: {some} ...; "
+                "get weights and config.json from the same place"
+            )
     if source.chat is False:
         tokenizer.chat_template = None  # a base model: some carry a template that they were never trained on
     return model.to(device).eval().requires_grad_(False), tokenizer, source
@@ -197,8 +203,8 @@ def _is_hub_id(name: str) -> bool:
 def _unknown(group: str, name: str, others: str) -> ConfigError:
     names = list_names(group)
     close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return ConfigError(f"unknown {group} {name!r}{hint} Known: {', '.join(names)}; or {others}")
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return ConfigError(f"unknown {group} {name!r}{hint} Known are {', '.join(names)}; or name {others}")
 
 
 def _read_target(name: str) -> TargetSource:

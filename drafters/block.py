@@ -5,9 +5,11 @@ Shapes: R rows, A anchors a row, n slots, m block inputs, K candidates, H hidden
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drafters.base import Lattice, TrainingBatch
+from verifier.errors import DrafterError
 
 
 class BlockDrafter(nn.Module):
@@ -41,3 +43,18 @@ class BlockDrafter(nn.Module):
         top = logits.topk(min(self.config.candidates, logits.shape[-1]))
         log_probs = top.values - logits.logsumexp(-1, keepdim=True)
         return Lattice(anchors_R, anchor_hidden_RH, self.draft_ids[top.indices], log_probs, hidden_RnH)
+
+
+def draft_vocabulary(ids: Tensor | None, vocabulary: int) -> Tensor:
+    """The tokens that may be drafted, int64 [W]: `ids`, or by default all below `vocabulary`.
+
+    Raises DrafterError for others, and for repeated ones: verification relies on a slot's candidates being distinct.
+    """
+    if ids is None:
+        return torch.arange(vocabulary)
+    whole = ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point()
+    if not whole or ids[0] < 0 or ids[-1] >= vocabulary or bool((ids.long().diff() <= 0).any()):
+        raise DrafterError(
+            f"draft_ids must be ascending token ids below the vocabulary's {vocabulary}: get the checkpoint again"
+        )
+    return ids.long()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from drafters import block_attention
 from drafters.base import Lattice, TrainingBatch
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.block_attention import BlockContext
 from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number, whole_numbers
 from verifier import attention
@@ -89,6 +89,9 @@ class BlockDiffusionDrafter(BlockDrafter):
         target: the model whose layers, embedding, head and cache are used.
         config: which layers and taps, and the block size.
         draft_ids: int64 [W], ascending: the tokens that may be drafted; None for the whole vocabulary.
+
+    Raises:
+        DrafterError: the shape or a draft id doesn't fit the target.
     """
 
     def __init__(self, target: Target, config: BlockDiffusionConfig, draft_ids: Tensor | None = None):
@@ -116,9 +119,7 @@ class BlockDiffusionDrafter(BlockDrafter):
         self.register_buffer("scale", torch.ones(()))
         self.scale: Tensor
         self.draft_ids: Tensor
-        if draft_ids is None:
-            draft_ids = torch.arange(target.vocab_size)
-        self.register_buffer("draft_ids", draft_ids)
+        self.register_buffer("draft_ids", draft_vocabulary(draft_ids, target.vocab_size))
         self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
         self.head: nn.Module | None = None
 
@@ -186,9 +187,9 @@ class BlockDiffusionDrafter(BlockDrafter):
         names = {field.name for field in fields(BlockDiffusionConfig)}
         known = names | {"drafter", "format", "predicts", "draft_vocab_size", "target", "training"}
         if unknown := sorted(set(config) - known):
-            raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}")
+            raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}: remove them")
         if missing := sorted(known - {"training"} - set(config)):
-            raise DrafterError(f"{file} lacks the keys {missing}")
+            raise DrafterError(f"{file} lacks the keys {missing}: get the checkpoint again")
         if config["format"] != FORMAT or config["predicts"] != "next":
             raise DrafterError(
                 f"{file}: format={config['format']!r}, predicts={config['predicts']!r}; "
@@ -201,15 +202,13 @@ class BlockDiffusionDrafter(BlockDrafter):
             whole_number(config, "candidates", file),
         )
         state = read_tensors(folder / "model.safetensors")
-        draft_ids = state.get("draft_ids", torch.arange(target.vocab_size)).long()
-        low, high = int(draft_ids.min()), int(draft_ids.max())
-        if len(draft_ids) != config["draft_vocab_size"] or low < 0 or high >= target.vocab_size:
-            raise DrafterError(
-                f"{folder}: expected {config['draft_vocab_size']} draft_ids below the vocabulary size "
-                f"{target.vocab_size}; found {len(draft_ids)} from {low} to {high}"
-            )
-        drafter = cls(target, shape, draft_ids)
+        drafter = cls(target, shape, state.get("draft_ids"))
         load_strictly(drafter, state, folder)
+        if len(drafter.draft_ids) != config["draft_vocab_size"]:
+            raise DrafterError(
+                f"{file}: draft_vocab_size={config['draft_vocab_size']!r}, but there are {len(drafter.draft_ids)} "
+                "draft_ids: get configuration and weights from the same place"
+            )
         return drafter.prepare()
 
     def block_inputs(self, features: Sequence[Tensor], anchor_embedding: Tensor, slots: int) -> Tensor:

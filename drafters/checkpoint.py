@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from verifier.errors import DrafterError
 from verifier.target import Target
 
+LARGEST = 1 << 16  # no size of a drafter is larger: a slip in a configuration must not ask for terabytes
+
 
 def target_identity(target: Target, tokenizer: Any) -> dict[str, Any]:
     """What a checkpoint records of its target: another model of the same shape still has another tokenizer."""
@@ -36,18 +38,20 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         config = json.loads(file.read_text())
     except FileNotFoundError:
         raise DrafterError(f"{folder} holds no {name}: not a drafter checkpoint") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DrafterError(f"{file} can't be read ({error}): make it a readable file") from None
+    except (ValueError, RecursionError) as error:
         raise DrafterError(f"{file} is not JSON ({error}): download or train the checkpoint again") from None
     if not isinstance(config, dict):
-        raise DrafterError(f"{file} holds a {type(config).__name__}, not an object")
+        raise DrafterError(f"{file} holds a {type(config).__name__}, not an object: not a drafter checkpoint")
     return config
 
 
 def whole_number(config: dict[str, Any], key: str, file: Path) -> int:
     """A positive integer of a configuration."""
     value = config[key]
-    if type(value) is not int or value < 1:
-        raise DrafterError(f"{file}: {key}={value!r} must be an integer of at least 1")
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise DrafterError(f"{file}: {key}={value!r} must be an integer from 1 to {LARGEST}")
     return value
 
 
@@ -65,12 +69,15 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         return load_file(str(file))
     except FileNotFoundError:
         raise DrafterError(f"{file} is missing: the checkpoint is incomplete") from None
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise DrafterError(f"{file} can't be read ({error}): it is truncated or damaged; get it again") from None
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], where: Path) -> None:
-    """Load a state dict; DrafterError lists what is missing, unexpected or of another shape."""
+    """Load a state dict; DrafterError lists what is missing, unexpected, of another shape or kind of number.
+
+    Floating-point weights may have any precision; integers in their place are quantised or broken.
+    """
     expected = module.state_dict()
     problems = [f"missing {name}" for name in sorted(expected.keys() - state.keys())]
     problems += [f"unexpected {name}" for name in sorted(state.keys() - expected.keys())]
@@ -79,8 +86,15 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], where: Path) -> N
         for name in sorted(expected.keys() & state.keys())
         if state[name].shape != expected[name].shape
     ]
+    problems += [
+        f"{name} holds {state[name].dtype}, expected {'floating-point' if floating else 'whole'} numbers"
+        for name in sorted(expected.keys() & state.keys())
+        if state[name].is_floating_point() != (floating := expected[name].is_floating_point())
+    ]
     if problems:
-        raise DrafterError(f"{where}: the weights don't fit the configuration: {'; '.join(problems)}")
+        raise DrafterError(
+            f"{where}: the weights don't fit the configuration: {'; '.join(problems)}. Get both from the same place"
+        )
     module.load_state_dict(state)
 
 
@@ -88,7 +102,9 @@ def check_identity(config: dict[str, Any], target: Target, tokenizer: Any, folde
     """Refuse a checkpoint that was trained for another target."""
     recorded, actual = config.get("target"), target_identity(target, tokenizer)
     if not isinstance(recorded, dict):
-        raise DrafterError(f"{folder / 'config.json'} doesn't say which target it was trained for (key 'target')")
+        raise DrafterError(
+            f"{folder / 'config.json'} doesn't say which target it was trained for (key 'target'): get it again"
+        )
     wrong = [
         f"{key} {recorded.get(key)!r} instead of {value!r}"
         for key, value in actual.items()

@@ -33,7 +33,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from drafters.base import Lattice, TrainingBatch
-from drafters.block import BlockDrafter
+from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.checkpoint import load_strictly, read_config, read_tensors
 from drafters.dflash_config import DFlashConfig
 from verifier import attention
@@ -96,10 +96,7 @@ class DFlashDrafter(BlockDrafter):
             self.mask_embedding = nn.Parameter(torch.empty(hidden)) if config.mask_token_id is None else None
         self.to_empty(device=target.device)
         self.rotary_emb = Qwen3RotaryEmbedding(backbone).to(target.device)
-        ids = torch.arange(target.vocab_size) if draft_ids is None else draft_ids.long()
-        if len(ids) == 0 or ids[0] < 0 or ids[-1] >= target.vocab_size or bool((ids.diff() <= 0).any()):
-            raise DrafterError(f"draft_ids must be ascending token ids below the vocabulary's {target.vocab_size}")
-        self.register_buffer("draft_ids", ids.to(target.device))
+        self.register_buffer("draft_ids", draft_vocabulary(draft_ids, target.vocab_size).to(target.device))
         self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
         self.head: nn.Module | None = None
 

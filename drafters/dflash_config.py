@@ -96,15 +96,17 @@ class DFlashConfig:
         try:
             return cls(
                 Qwen3Config.from_dict({key: raw[key] for key in backbone_keys & raw.keys()}),
-                tuple(int(index) for index in inner["target_layer_ids"]),
-                int(both["block_size"]),
+                tuple(_whole("target_layer_ids", index) for index in inner["target_layer_ids"]),
+                _whole("block_size", both["block_size"]),
                 inner.get("predicts", "same"),
-                None if inner.get("mask_token_id") is None else int(inner["mask_token_id"]),
+                None if inner.get("mask_token_id") is None else _whole("mask_token_id", inner["mask_token_id"]),
                 both.get("num_target_layers"),
-                int(inner.get("candidates", 16)),
+                _whole("candidates", inner.get("candidates", 16)),
             )
         except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-            raise DrafterError(f"config.json of the drafter holds a value that can't be used: {error}") from error
+            raise DrafterError(
+                f"config.json of the drafter holds a value that can't be used: {error}; set what it was trained with"
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """The `config.json` that `from_dict` reads."""
@@ -149,6 +151,12 @@ class DFlashConfig:
                 raise DrafterError(f"mask_token_id={self.mask_token_id} must be 0..{rows - 1}, a row of the embedding")
             if self.mask_token_id in (ends if isinstance(ends, list) else [ends]):
                 raise DrafterError(f"mask_token_id={self.mask_token_id} ends texts of the target; it can't be the mask")
+
+
+def _whole(name: str, value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{name}={value!r} must be whole")
+    return value
 
 
 def _refuse_unknown(settings: dict[str, Any], known: set[str], where: str) -> None:

@@ -22,7 +22,7 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
     """
     config = read_config(folder)
     name = config.get("drafter", "dflash" if "dflash_config" in config else None)
-    if name not in DRAFTERS:
+    if not isinstance(name, str) or name not in DRAFTERS:
         raise DrafterError(f"{folder / 'config.json'}: drafter={name!r} is unknown; known are {', '.join(DRAFTERS)}")
     if "drafter" in config:
         check_identity(config, target, tokenizer, folder)

@@ -1,5 +1,6 @@
 """Tiny random models of several families, and a decoder around them, for tests."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def llama(tied: bool = True) -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, tie_word_embeddings=tied))
+def llama(tied: bool = True, **changes: Any) -> Any:
+    shape = SHAPE | {"num_key_value_heads": 2, "tie_word_embeddings": tied} | changes
+    return LlamaForCausalLM(LlamaConfig(**shape))
 
 
 def qwen2() -> Any:
@@ -88,19 +90,25 @@ class LetterTokenizer:
 
 
 def tiny_decoder(
-    family: str = "llama", seed: int = 0, block: int = 4, candidates: int = 6, trained: bool = True, **options: Any
+    family: str | Callable[[], Any] = "llama",
+    seed: int = 0,
+    block: int = 4,
+    candidates: int = 6,
+    trained: bool = True,
+    **options: Any,
 ) -> DCOCODecoder:
     """A decoder with random weights; `trained` gives the corrector a say. The drafter starts from the target."""
     torch.manual_seed(seed)
-    target = Target(FAMILIES[family]())
+    target = Target(FAMILIES[family]() if isinstance(family, str) else family())
     config = BlockDiffusionConfig((1, 3), (0, 3), block, candidates)
-    drafter = BlockDiffusionDrafter(target, config, torch.arange(0, VOCABULARY - 3))
+    drafter = BlockDiffusionDrafter(target, config, torch.arange(0, target.vocab_size - 3))
     drafter.initialise(scale=4.0)
     torch.nn.init.normal_(drafter.slots, std=0.5)
     torch.nn.init.normal_(drafter.anchor_projection.weight, std=0.3)
     corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 16)).eval().requires_grad_(False)
     if trained:
         torch.nn.init.normal_(corrector.pair_out.weight, std=1.0)
+    corrector.to(target.dtype)
     options.setdefault("eos_ids", [EOS])
     return DCOCODecoder(target, LetterTokenizer(), drafter.prepare(), corrector, **options)
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-from dcoco import DCOCODecoder, SamplingParams
+from dcoco import SamplingParams
 from dcoco.errors import DrafterError, ParameterError, TargetError
-from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.dflash import DFlashConfig, DFlashDrafter
-from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, LetterTokenizer, explicit_mask, prompts, tiny_decoder
+from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, explicit_mask, prompts, tiny_decoder
+from verifier.cache import RaggedCache
 from verifier.target import Target
 
 
@@ -85,58 +85,6 @@ def test_a_drafter_that_knows_the_answer_is_accepted_whole():
     assert output.stats.acceptance_per_position == [1.0] * 4
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 6])
-@pytest.mark.parametrize("method", ["dcoco", "plain"])
-def test_never_more_than_max_tokens(max_tokens, method):
-    output = tiny_decoder(eos_ids=[]).generate([[5, 6, 7]], SamplingParams(max_tokens=max_tokens), method)[0]
-    assert len(output.token_ids) == max_tokens
-    assert output.finish_reason == "length"
-    assert output.stats.committed_tokens == max_tokens - 1
-
-
-def test_the_position_limit_ends_the_answer():
-    decoder = tiny_decoder(eos_ids=[])
-    prompt = [7] * 120
-    outputs = [decoder.generate([prompt], SamplingParams(max_tokens=100), method)[0] for method in ("dcoco", "plain")]
-    assert len(outputs[0].token_ids) == 8
-    assert outputs[0].token_ids == outputs[1].token_ids
-    assert outputs[0].finish_reason == "length"
-    with pytest.raises(ParameterError, match="128"):
-        decoder.generate([[7] * 128])
-
-
-def test_eos_inside_a_block_ends_everything_there():
-    free = tiny_decoder(eos_ids=[]).generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-    for stop in dict.fromkeys(free.token_ids):
-        end = free.token_ids.index(stop) + 1
-        output = tiny_decoder(eos_ids=[stop]).generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-        assert output.token_ids == free.token_ids[:end]
-        assert output.finish_reason == "stop"
-        assert output.stats.committed_tokens == end - 1
-        same = tiny_decoder(eos_ids=[]).generate([[9, 8]], SamplingParams(max_tokens=40, stop_token_ids=[stop]))[0]
-        assert same.token_ids == output.token_ids
-        ignoring = SamplingParams(max_tokens=40, ignore_eos=True)
-        assert tiny_decoder(eos_ids=[stop]).generate([[9, 8]], ignoring)[0].token_ids == free.token_ids
-
-
-def test_stop_strings_cut_text_and_tokens_and_streams_alike():
-    decoder = tiny_decoder(eos_ids=[])
-    free = decoder.generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-    for start in range(0, 30, 3):
-        for length in (1, 3, 7):  # within a block and across blocks
-            stop = free.text[start : start + length]
-            at = free.text.index(stop)
-            params = SamplingParams(max_tokens=40, stop=[stop, "never"])
-            output = decoder.generate([[9, 8]], params)[0]
-            assert output.text == free.text[:at]
-            assert output.token_ids == free.token_ids[: at + length]  # a letter a token
-            assert output.finish_reason == "stop"
-            chunks = list(decoder.stream([9, 8], params))
-            assert "".join(chunk.text for chunk in chunks) == output.text
-            assert [token for chunk in chunks for token in chunk.token_ids] == output.token_ids
-            assert chunks[-1].output.token_ids == output.token_ids
-
-
 @pytest.mark.parametrize("rule", ["match", "one_hot", "sampled"])
 def test_all_rules_are_greedy_at_temperature_0(rule):
     decoder = tiny_decoder(rule=rule)
@@ -146,39 +94,6 @@ def test_all_rules_are_greedy_at_temperature_0(rule):
     plain = decoder.generate(given, each, "plain")
     for index in (0, 2, 4):
         assert outputs[index].token_ids == plain[index].token_ids
-
-
-@pytest.mark.parametrize("rule", ["match", "one_hot", "sampled"])
-def test_the_second_token_follows_the_targets_law(rule):
-    """The whole path (draft, corrector, walk, rule) over many seeds, against exact probabilities by a G-test."""
-    from scipy.stats import chi2
-
-    decoder = tiny_decoder(rule=rule, eos_ids=[], block=2, max_rows=250)
-    prompt, seeds, temperature = [11, 4, 7], 3000, 1.3
-    each = [SamplingParams(max_tokens=3, temperature=temperature, top_k=5, seed=seed) for seed in range(seeds)]
-    outputs = decoder.generate([prompt] * seeds, each)
-
-    def law(ids):
-        with torch.no_grad():
-            mask = explicit_mask(decoder.target, len(ids))
-            logits = decoder.target.model(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits
-        values, index = (logits[0, -1].double() / temperature).topk(5)
-        return dict(zip(index.tolist(), values.softmax(-1).tolist(), strict=True))
-
-    expected = {}
-    for first, p in law(prompt).items():
-        for second, q in law([*prompt, first]).items():
-            for third, r in law([*prompt, first, second]).items():
-                expected[first, second, third] = p * q * r
-    counts = dict.fromkeys(expected, 0)
-    for output in outputs:
-        counts[tuple(output.token_ids)] += 1  # a KeyError here is a token of probability zero
-    rare = [key for key, p in expected.items() if p * seeds < 5]
-    cells = [(counts[key], expected[key]) for key in expected if key not in rare]
-    cells.append((sum(counts[key] for key in rare), sum(expected[key] for key in rare)))
-    statistic = 2 * sum(n * torch.log(torch.tensor(n / (p * seeds))).item() for n, p in cells if n)
-    assert chi2.sf(statistic, len(cells) - 1) > 1e-3
-    assert sum(output.stats.accepted_tokens for output in outputs) > 0
 
 
 def test_an_untrained_corrector_is_the_plain_drafter():
@@ -217,20 +132,6 @@ def test_a_row_is_taken_over_by_the_next_request():
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
 
 
-def test_a_row_at_the_position_limit_beside_a_short_one():
-    torch.manual_seed(0)
-    shape = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
-    target = Target(GPT2LMHeadModel(GPT2Config(**shape)))
-    drafter = BlockDiffusionDrafter(target, BlockDiffusionConfig((1, 3), (0, 3), 4, 6))
-    drafter.initialise(scale=1.0)
-    decoder = DCOCODecoder(target, LetterTokenizer(), drafter.prepare())
-    given = [[5] * 28, [7, 8, 9]]
-    outputs = decoder.generate(given, SamplingParams(max_tokens=20))
-    alone = [decoder.generate([prompt], SamplingParams(max_tokens=20), "plain")[0] for prompt in given]
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
-    assert [len(output.token_ids) for output in outputs] == [4, 20]
-
-
 def test_long_prompts_are_run_in_chunks(monkeypatch):
     monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 5)
     for family in ("llama", "gemma3"):
@@ -247,6 +148,38 @@ def test_what_cannot_be_decoded_exactly_is_refused():
         Target(Gemma2ForCausalLM(Gemma2Config(**shape, num_key_value_heads=2, head_dim=16)))
     with pytest.raises(TargetError, match="recurrent"):
         Target(MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)))
+    for change, said in (
+        ({"layer_types": ["chunked_attention"] * 4}, "layers of type chunked_attention"),
+        ({"num_hidden_layers": 5}, "no list of its 5 decoder layers"),
+    ):
+        model = FAMILIES["llama"]()
+        vars(model.config).update(change)
+        with pytest.raises(TargetError, match=said):
+            Target(model)
+
+
+def test_a_head_that_does_more_than_is_known_is_refused(monkeypatch):
+    """Its own logits are then not the head's output, and plain decoding would already be another model's."""
+    forward = LlamaForCausalLM.forward
+
+    def scaled(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        out.logits = 1.5 * out.logits
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    with pytest.raises(TargetError, match="differ from its own"):
+        Target(FAMILIES["llama"]())
+
+
+def test_a_cache_says_when_it_is_full():
+    with pytest.raises(ParameterError, match="rows >= 1"):
+        RaggedCache(0, 8)
+    cache = RaggedCache(2, 8)
+    cache.lengths[1] = 6
+    cache.begin(0, 2, 2)
+    with pytest.raises(ParameterError, match="8 positions a row; 6 are taken and 3 more"):
+        cache.begin(0, 2, 3)
 
 
 def test_no_activations_are_kept_between_rounds():
@@ -265,6 +198,11 @@ def test_wrong_arguments_are_named():
         decoder.generate([[VOCABULARY]])
     with pytest.raises(ParameterError, match="2 given for 1"):
         decoder.generate([[5]], [SamplingParams()] * 2)
+    with pytest.raises(ParameterError, match="stop_token_ids names token 64; the vocabulary ends at 63"):
+        decoder.generate([[5]], SamplingParams(stop_token_ids=[3, 64]))
+    for name, value in {"tree_size": 0, "worth": 1.0, "rule": "best"}.items():
+        with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
+            tiny_decoder(**{name: value})
     with pytest.raises(ParameterError, match="chat template"):
         decoder.generate([[{"role": "user", "content": "hi"}]])
     decoder.drafter = None

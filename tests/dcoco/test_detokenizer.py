@@ -1,12 +1,22 @@
 """Streams: whole characters, the same text as in one piece, cut before stop strings."""
 
-import pytest
+from functools import cache
 
-from dcoco.detokenizer import Detokenizer
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from dcoco.detokenizer import REPLACEMENT, Detokenizer
+from dcoco.fetch import fetch
+from dcoco.targets import resolve_target
 
 
 class ByteTokenizer:
     """Id i is byte i, so that every character outside ASCII takes several tokens."""
+
+    def encode(self, text):
+        return list(text.encode())
 
     def decode(self, ids, **_):
         return bytes(ids).decode("utf-8", errors="replace")
@@ -78,3 +88,78 @@ def test_what_only_looked_like_a_stop_string_is_handed_out():
     assert pieces == ["x", "", "", "", "abc", ""]
     assert detokenizer.finish() == "ab"
     assert detokenizer.text == "xabcab"
+
+
+@cache
+def tokenizer_of(kind):
+    """The real tokenizer of SmolLM2 (byte-level pairs: a character may lie in several tokens), or one of ours."""
+    return kind() if kind else AutoTokenizer.from_pretrained(fetch(resolve_target("smollm2_135m")))
+
+
+def letters(first, last):
+    return st.characters(min_codepoint=first, max_codepoint=last, exclude_categories=["Cs", "Cn"])
+
+
+EMOJI = ["👩‍👩‍👧‍👦", "👨🏽‍🚀", "👍🏿", "🏳️‍🌈", "🇰🇷🇨🇳", "❤️", "1️⃣", "🫠", "🧑‍🤝‍🧑"]
+SCRIPTS = {
+    "korean": letters(0xAC00, 0xD7A3) | letters(0x1100, 0x11FF),
+    "chinese": letters(0x4E00, 0x9FFF) | letters(0x20000, 0x2A6DF),
+    "emoji": st.sampled_from(EMOJI) | letters(0x1F300, 0x1FAFF),
+    "combining": st.sampled_from("aeou") | letters(0x0300, 0x036F),
+    "arabic": letters(0x0600, 0x06FF),
+    "devanagari": letters(0x0900, 0x097F),
+}
+SCRIPTS["mixed"] = st.one_of(*SCRIPTS.values(), st.sampled_from([" ", "\n", "\u200d", "the ", "x", "."]))
+KINDS = [None, ByteTokenizer, FallbackTokenizer]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["smollm2", "bytes", "fallback"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_stream_in_whole_characters(script, kind):
+    tokenizer = tokenizer_of(kind)
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(st.lists(SCRIPTS[script], min_size=1, max_size=25).map("".join))
+    def check(text):
+        ids = tokenizer.encode(text)
+        detokenizer = Detokenizer(tokenizer)
+        pieces = [detokenizer.push(token) for token in ids]
+        assert not any(REPLACEMENT in piece for piece in pieces)
+        assert detokenizer.finish() == ""
+        assert "".join(pieces) == detokenizer.text == tokenizer.decode(ids) == text
+
+    check()
+
+
+anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPLACEMENT), max_size=30)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["smollm2", "bytes", "fallback"])
+def test_stop_strings_cut_any_text(kind):
+    tokenizer = tokenizer_of(kind)
+
+    def first_stop(ids, stops):
+        """The text before the first stop string, and how many tokens it took to see it: decoded anew each time."""
+        for count in range(1, len(ids) + 1):
+            text = tokenizer.decode(ids[:count])
+            found = [text.find(stop) for stop in stops if stop in text]
+            if found and not text.endswith(REPLACEMENT):
+                return text[: min(found)], count
+        return tokenizer.decode(ids), len(ids)
+
+    @settings(max_examples=200, deadline=None, derandomize=True)
+    @given(st.data(), SCRIPTS["mixed"], anything)
+    def check(data, repeated, rest):
+        text = repeated * data.draw(st.integers(0, 4)) + rest  # what repeats itself keeps half a stop string open
+        spans = st.tuples(st.integers(0, len(text)), st.integers(1, 5)).map(lambda span: text[span[0] : sum(span)])
+        stops = [stop for stop in data.draw(st.lists(spans | anything, min_size=1, max_size=3)) if stop]
+        ids = tokenizer.encode(text)
+        detokenizer, handed, taken = Detokenizer(tokenizer, stops), "", 0
+        while taken < len(ids) and not detokenizer.stopped:
+            handed += detokenizer.push(ids[taken])
+            taken += 1
+        handed += detokenizer.finish()
+        assert handed == detokenizer.text
+        assert (handed, taken) == first_stop(ids, stops)
+
+    check()

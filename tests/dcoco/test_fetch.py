@@ -247,6 +247,13 @@ def test_damaged_wheel(tiny: Tiny, cache: Path, stub: list[Path], monkeypatch: p
     assert entries(cache) == []
 
 
+def test_no_wheel_and_no_permission_are_named(tiny: Tiny, cache: Path, stub: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match=r"no wheel for other 1\.0; found \['tiny_part1"):
+        fetch_module._wheel(Package("other", "1.0", "a"), tiny.index)
+    with pytest.raises(FetchError, match=r"could not write to .*Permission denied"), fetch_module._named_errors(cache):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
 def test_full_disk_is_seen_before_and_while_writing(
     tiny: Tiny, cache: Path, stub: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

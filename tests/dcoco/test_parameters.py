@@ -118,15 +118,6 @@ def test_other_rules_take_them_too(rule):
     assert outputs[0] == outputs[1]
 
 
-def test_logprobs_end_where_the_tokens_end():
-    decoder = tiny_decoder(eos_ids=[])
-    free = decoder.generate([[9, 8]], SamplingParams(max_tokens=40))[0]
-    for stop in (free.text[3], free.text[5:8]):
-        output = decoder.generate([[9, 8]], SamplingParams(max_tokens=40, stop=stop, logprobs=0))[0]
-        assert len(output.logprobs) == len(output.token_ids)
-        assert all(list(entry) == [token] for entry, token in zip(output.logprobs, output.token_ids, strict=True))
-
-
 def test_n_answers_have_following_seeds():
     decoder = tiny_decoder(max_rows=2)
     given = prompts(2, seed=9)

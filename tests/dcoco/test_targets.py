@@ -1,5 +1,9 @@
 """Names of targets and drafters, the checks on conf/, and loading a local folder."""
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +27,7 @@ CONFIG = LlamaConfig(
     vocab_size=8,
     hidden_size=16,
     intermediate_size=16,
-    num_hidden_layers=1,
+    num_hidden_layers=2,
     num_attention_heads=2,
     num_key_value_heads=1,
 )
@@ -31,7 +35,7 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved one-layer llama with a tokenizer of eight words."""
+    """A saved two-layer llama with a tokenizer of eight words."""
     path = tmp_path / "tiny"
     torch.manual_seed(0)
     LlamaForCausalLM(CONFIG).save_pretrained(path)
@@ -85,13 +89,14 @@ def test_folder_and_file(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_none_of_these_is_a_config_error_with_a_hint(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"unknown target 'smolm2_135m'; did you mean 'smollm2_135m'\?.*Known: gemma3"
-    ):
+    close = r"unknown target 'smolm2_135m'; did you mean 'smollm2_135m'\? Known are gemma3_270m, .*; or name a folder"
+    with pytest.raises(ConfigError, match=close):
         resolve_target("smolm2_135m")
-    for name in ("./no/such/folder", "a/b/c", "/no-such-root", "~/none", "folder/none.gguf", "owner/", ""):
-        with pytest.raises((ConfigError, TargetError)):
-            resolve_target(name if name else "nothing")
+    with pytest.raises(ConfigError, match=r"unknown target 'nothing'\. Known are gemma3_270m, .*; or name a folder"):
+        resolve_target("nothing")
+    for name in ("./no/such/folder", "a/b/c", "/no-such-root", "~/none", "folder/none.gguf", "owner/"):
+        with pytest.raises(ConfigError, match="unknown target"):
+            resolve_target(name)
     with pytest.raises(ConfigError, match="unknown drafter 'x'"):
         resolve_drafter("x")
 
@@ -160,6 +165,54 @@ def test_incomplete_or_unreadable_weights_are_target_errors(folder: Path) -> Non
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(TargetError, match="can't be loaded"):
         load_target(str(folder))
+
+
+def shards(folder: Path) -> list[Path]:
+    """The folder's weights, written anew in several files."""
+    torch.manual_seed(0)
+    (folder / "model.safetensors").unlink()
+    LlamaForCausalLM(CONFIG).save_pretrained(folder, max_shard_size="2KB")
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+BROKEN = {
+    "no shard": (lambda folder: shards(folder)[1].unlink(), "model-00002"),
+    "a truncated shard": (lambda folder: cut(shards(folder)[1]), "incomplete metadata"),
+    "another shard's copy": (lambda folder: shutil.copy(*shards(folder)[:2]), "missing weights"),
+    "no index": (lambda folder: shards(folder) and (folder / "model.safetensors.index.json").unlink(), "no file named"),
+    "a broken index": (lambda folder: shards(folder) and cut(folder / "model.safetensors.index.json"), "loaded from"),
+    "fewer layers than weights": (lambda folder: change_config(folder, num_hidden_layers=1), "9 unexpected weights"),
+    "more layers than weights": (lambda folder: change_config(folder, num_hidden_layers=3), "9 missing weights"),
+    "another vocabulary": (lambda folder: change_config(folder, vocab_size=9), "2 mismatched weights"),
+    "a size that is no number": (lambda folder: change_config(folder, hidden_size="wide"), "expected int, got str"),
+    "an unknown architecture": (lambda folder: change_config(folder, model_type="none"), "does not recognize"),
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("token*")], "tokenizer"),
+}
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+@pytest.mark.parametrize(("spoil", "said"), BROKEN.values(), ids=BROKEN)
+def test_a_folder_that_is_not_whole_is_a_target_error(folder: Path, spoil: Callable[[Path], object], said: str) -> None:
+    spoil(folder)
+    with pytest.raises(TargetError, match=said) as error:
+        load_target(str(folder))
+    assert re.search("[Gg]et .* (again|from the same place)", str(error.value))
+
+
+def test_shards_make_a_target(folder: Path) -> None:
+    assert len(shards(folder)) > 2
+    whole, _, _ = load_target(str(folder), dtype=torch.float32)
+    torch.manual_seed(0)
+    for mine, theirs in zip(whole.parameters(), LlamaForCausalLM(CONFIG).parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_hub_without_network_is_a_fetch_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -127,7 +127,16 @@ def test_a_checkpoint_drafts_the_same(tmp_path):
         ({"block_size": "4"}, "block_size='4' must be an integer"),
         ({"candidates": 0}, "candidates=0"),
         ({"taps": [0]}, "unexpected feature_projections.1"),
-        ({"draft_vocab_size": 7}, "expected 7"),
+        ({"draft_vocab_size": 7}, "draft_vocab_size=7, but there are 61"),
+        ({"draft_vocab_size": "61"}, "draft_vocab_size='61'"),
+        ({"taps": [-2, 3]}, r"taps=\[-2, 3\] must name layers -1..3"),
+        ({"taps": [True, 3]}, "list of integers"),
+        ({"block_size": 4.0}, "block_size=4.0"),
+        ({"block_size": 10**12}, "1 to 65536"),
+        ({"predicts": None}, "predicts=None"),
+        ({"drafter": "magic"}, "drafter='magic' is unknown; known are block_diffusion"),
+        ({"drafter": ["dflash"]}, "is unknown"),
+        ({"drafter": None}, "drafter=None"),
         ({"target": {"hidden_size": 64}}, "another target"),
         ({"target": None}, "which target"),
     ],
@@ -156,6 +165,80 @@ def test_missing_unexpected_and_truncated_tensors_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DrafterError, match="not JSON"):
         load_drafter(tmp_path, decoder.target, LetterTokenizer())
+
+
+def cast(dtype, *names):
+    """Turn tensors (all floating-point ones by default) of a state dict into another type."""
+    return lambda state: {
+        name: tensor.to(dtype) if name in names or (not names and tensor.is_floating_point()) else tensor
+        for name, tensor in state.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_weights_of_any_precision_load(tmp_path, dtype):
+    decoder = saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(cast(dtype)(load_file(file)), file)
+    again = load_drafter(tmp_path, decoder.target, LetterTokenizer())
+    assert again.slots.dtype == decoder.target.dtype
+    torch.testing.assert_close(again.slots, decoder.drafter.slots, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (cast(torch.int8), "slots holds torch.int8, expected floating-point"),
+        (cast(torch.int64, "slots"), "configuration: slots holds torch.int64"),
+        (cast(torch.bool, "scale"), "scale holds torch.bool"),
+        (cast(torch.float32, "draft_ids"), "draft_ids must be ascending token ids"),
+        (lambda state: state | {"draft_ids": state["draft_ids"].flip(0)}, "draft_ids must be ascending"),
+        (lambda state: state | {"draft_ids": state["draft_ids"].clamp(min=1)}, "draft_ids must be ascending"),
+        (lambda state: state | {"draft_ids": state["draft_ids"] + 4}, "below the vocabulary's 64"),
+        (lambda state: state | {"draft_ids": state["draft_ids"][:0]}, "draft_ids"),
+        (lambda state: state | {"draft_ids": state["draft_ids"][None]}, "draft_ids"),
+        (lambda state: {name: state[name] for name in state if name != "draft_ids"}, "missing draft_ids"),
+    ],
+)
+def test_wrong_numbers_are_named(tmp_path, change, words):
+    decoder = saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(DrafterError, match=words):
+        load_drafter(tmp_path, decoder.target, LetterTokenizer())
+
+
+@pytest.mark.parametrize("key", ["drafter", "format", "predicts", "block_size", "candidates", "taps", "target"])
+def test_a_missing_key_is_named(tmp_path, key):
+    decoder = saved(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != key}))
+    with pytest.raises(DrafterError, match=key):
+        load_drafter(tmp_path, decoder.target, LetterTokenizer())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_folder_in_a_files_place_is_named(tmp_path, name):
+    decoder = saved(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(DrafterError, match=f"{name} can't be read"):
+        load_drafter(tmp_path, decoder.target, LetterTokenizer())
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\xff"])
+def test_what_is_not_json_is_named(tmp_path, text):
+    decoder = saved(tmp_path)
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DrafterError, match="is not JSON"):
+        load_drafter(tmp_path, decoder.target, LetterTokenizer())
+
+
+def test_a_shape_that_drafts_nothing_is_named():
+    target = tiny_decoder().target
+    for shape in ({"block_size": 0}, {"candidates": 0}):
+        with pytest.raises(DrafterError, match="must be at least 1"):
+            BlockDiffusionDrafter(target, BlockDiffusionConfig((1,), (0,), **shape))
 
 
 def test_another_tokenizer_is_another_target(tmp_path):

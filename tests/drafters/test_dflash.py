@@ -211,6 +211,13 @@ def test_draft_vocabulary(target: Target) -> None:
     close(lattice.log_probs, logits.sort(descending=True).values)
 
 
+def test_layers_that_do_not_fit_cannot_be_copied(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = make(target)
+    monkeypatch.delitem(target.layers[1].mlp._modules, "up_proj")
+    with pytest.raises(DrafterError, match="layer 1 of the target lacks"):
+        drafter.initialise((0, 1))
+
+
 def test_unobserved_tokens_are_an_error(target: Target) -> None:
     session = Session(target, make(target).prepare(), 1)
     session.feed(tokens(4, 22)[None], [4])
@@ -376,6 +383,14 @@ def outer(**changes: Any) -> Callable[[dict[str, Any]], object]:
         (inner(target_layer_ids=[0, 3]), "0, 3"),
         (inner(target_layer_ids=[]), "target_layer_ids"),
         (inner(target_layer_ids=None), "can't be used"),
+        (inner(target_layer_ids="02"), "target_layer_ids='0' must be whole"),
+        (inner(target_layer_ids=[0, 2.0]), "target_layer_ids=2.0 must be whole"),
+        (outer(block_size="4"), "block_size='4' must be whole"),
+        (outer(block_size=4.9), "block_size=4.9"),
+        (inner(candidates=True), "candidates=True"),
+        (inner(candidates=0), "candidates=0"),
+        (inner(mask_token_id=39.5), "mask_token_id=39.5"),
+        (inner(predicts=None), "predicts=None"),
         (inner(target_layer_ids=[0, 1, 2]), "fc.weight"),
         (inner(mask_token_id=VOCAB), "mask_token_id=40"),
         (inner(mask_token_id=1), "ends texts"),
@@ -406,6 +421,7 @@ def test_broken_files(target: Target, tmp_path: Path) -> None:
     for name, change in {
         "unexpected mask_embedding": {"mask_embedding": torch.zeros(HIDDEN)},
         "draft_ids": {"draft_ids": torch.tensor([3, VOCAB])},
+        "norm.weight holds torch.int32": {"norm.weight": tensors["norm.weight"].int()},
     }.items():
         save_file({**tensors, **change}, path)
         with pytest.raises(DrafterError, match=name):

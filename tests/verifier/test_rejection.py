@@ -115,19 +115,19 @@ SIZES = [(vocab, k, n) for vocab, k in ((3, 2), (4, 4), (5, 3), (5, 1)) for n in
 
 
 @pytest.mark.parametrize(("vocab", "k", "n"), SIZES)
-def test_sampled_walk_is_exact(vocab, k, n):
+def test_sampled_walk_is_exact(same_law, vocab, k, n):
     toy = Toy.random(vocab, k, n + 1, seed=vocab + n)
-    assert (sampled_walk_law(toy) - toy.law()).abs().max() < 1e-12
+    same_law(sampled_walk_law(toy), toy.law())
     toy.target[:, :, 0] = 0.0  # an impossible token, which the walk may draft
     toy.target /= toy.target.sum(-1, keepdim=True)
-    assert (sampled_walk_law(toy) - toy.law()).abs().max() < 1e-12
+    same_law(sampled_walk_law(toy), toy.law())
     toy.q = toy.target.gather(-1, toy.candidates.unsqueeze(1).expand_as(toy.q)) + 1e-300
     toy.q /= toy.q.sum(-1, keepdim=True)  # where K = V: p = q
-    assert (sampled_walk_law(toy) - toy.law()).abs().max() < 1e-12
+    same_law(sampled_walk_law(toy), toy.law())
 
 
 @pytest.mark.parametrize(("vocab", "n"), [(3, 1), (4, 2), (5, 3)])
-def test_one_hot_is_exact_for_every_draft(vocab, n):
+def test_one_hot_is_exact_for_every_draft(same_law, vocab, n):
     toy = Toy.random(vocab, 1, n + 1, seed=n)
     slot = torch.arange(n + 1)
     for draft in every_draft(vocab, n).split(1):
@@ -137,7 +137,7 @@ def test_one_hot_is_exact_for_every_draft(vocab, n):
         rest = residual(p[:, :n], draft.unsqueeze(-1), one)
         corrections = torch.cat([rest / rest.sum(-1, keepdim=True), p[:, n:]], 1)
         law = committed_law(toy, draft, torch.ones(1, dtype=torch.float64), accept, corrections)
-        assert (law - toy.law()).abs().max() < 1e-12
+        same_law(law, toy.law())
 
 
 def verdict_law(toy: Toy, verdict: Verdict, weight: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def verdict_law(toy: Toy, verdict: Verdict, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("vocab", "n"), [(3, 1), (4, 2), (5, 3)])
-def test_match_is_exact_for_every_draft(vocab, n):
+def test_match_is_exact_for_every_draft(same_law, vocab, n):
     """The whole rule, on all of the target's possible draws."""
     toy = Toy.random(vocab, 1, n + 1, seed=n)
     y = every_draft(vocab, n + 1)
@@ -163,8 +163,9 @@ def test_match_is_exact_for_every_draft(vocab, n):
         weight = (
             p.gather(-1, y.unsqueeze(-1)).squeeze(-1).prod(-1)
         )  # the draws of a round are independent given the draft
-        verdict = verify_match(y, draft.expand(len(y), n), torch.full((len(y),), n))
-        assert (verdict_law(toy, verdict, weight) - toy.law()).abs().max() < 1e-12
+        for length in range(n + 1):
+            verdict = verify_match(y, draft.expand(len(y), n), torch.full((len(y),), length))
+            same_law(verdict_law(toy, verdict, weight), toy.law())
 
 
 def random_draft_tree(random: torch.Generator, vocab: int, nodes: int, levels: int) -> tuple[Tensor, Tree, Tensor]:
@@ -183,7 +184,7 @@ def random_draft_tree(random: torch.Generator, vocab: int, nodes: int, levels: i
 
 
 @pytest.mark.parametrize(("vocab", "nodes", "levels"), [(3, 1, 1), (3, 4, 2), (3, 5, 3), (4, 4, 2), (5, 3, 3)])
-def test_trees_are_exact_for_every_draw(vocab, nodes, levels):
+def test_trees_are_exact_for_every_draw(same_law, vocab, nodes, levels):
     """`verify_tree` on all of the target's possible draws at all queries, for trees of any shape."""
     random = torch.Generator().manual_seed(vocab + nodes)
     toy = Toy.random(vocab, 1, levels + 1, seed=nodes)
@@ -194,14 +195,14 @@ def test_trees_are_exact_for_every_draw(vocab, nodes, levels):
         weight = p.gather(-1, y.unsqueeze(-1)).squeeze(-1).prod(-1)
         every = [part.expand(len(y), *part.shape[1:]) for part in (tree.parents, tree.valid, tree.sees, tree.depths)]
         verdict = verify_tree(y, tokens.expand(len(y), -1), Tree(*every), levels)
-        assert (verdict_law(toy, verdict, weight) - toy.law()).abs().max() < 1e-12
+        same_law(verdict_law(toy, verdict, weight), toy.law())
 
 
 @pytest.mark.parametrize(
     "filters", [{"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.6}, {"top_k": 3, "top_p": 0.7}, {"top_k": 1}]
 )
 @pytest.mark.parametrize("ties", [False, True])
-def test_filters_that_remove_drafted_tokens_stay_exact(filters, ties):
+def test_filters_that_remove_drafted_tokens_stay_exact(same_law, filters, ties):
     """p after the filters: one-hot, with ties, and with zeros where the walk drafts."""
     toy = Toy.random(5, 3, 3, seed=11)
     logits = toy.target.log()
@@ -210,9 +211,9 @@ def test_filters_that_remove_drafted_tokens_stay_exact(filters, ties):
     batch = SamplingBatch.stack([SamplingParams(temperature=0.7, **filters)] * len(logits), range(len(logits)))
     toy.target = probabilities(logits, batch)
     assert toy.target.dtype == torch.float64 and (toy.target == 0).any()
-    assert (sampled_walk_law(toy) - toy.law()).abs().max() < 1e-12
+    same_law(sampled_walk_law(toy), toy.law())
     one = Toy(toy.target, toy.candidates[:, :1], torch.ones_like(toy.q[..., :1]))  # a draft that was not drawn
-    assert (sampled_walk_law(one) - one.law()).abs().max() < 1e-12
+    same_law(sampled_walk_law(one), one.law())
 
 
 def test_control_unnormalised_q():
