@@ -3,7 +3,7 @@
 Shapes: S rows allocated, R rows of a call, Q tokens a row, n slots drafted, K candidates a slot, H hidden size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +24,10 @@ class Lattice:
     ids: Tensor  # [R, n, K] int64
     log_probs: Tensor  # [R, n, K] float32: the drafter's own log-probability (unary score)
     hidden: Tensor  # [R, n, H]: the drafter's final hidden state of each slot
+
+    def best(self, candidates: int) -> "Lattice":
+        """The lattice of fewer candidates a slot."""
+        return replace(self, ids=self.ids[..., :candidates], log_probs=self.log_probs[..., :candidates])
 
 
 @dataclass

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcoco import SamplingParams
+from dcoco.budget import Budget
+from dcoco.costs import Costs
 from dcoco.engine import Engine
 from tests.models import EOS, FAMILIES, VOCABULARY, tiny_decoder
 
@@ -21,6 +23,11 @@ def decoder_of(family, block, candidates, trusting):
         decoder.corrector.pair_out.weight[0, 0] = 1.0
         decoder.corrector.pair_recalled.weight[1:, 0] = 20.0
     return decoder
+
+
+def costs_of(a_token):
+    """A machine on which a pass takes 1 and each token in it so much more."""
+    return Costs([1], [1, 2], [[1.0, 1.0 + a_token]], [1], [[0.1]])
 
 
 tokens = st.one_of(st.integers(0, VOCABULARY - 1), st.sampled_from([5, 6]))  # the second makes texts repeat themselves
@@ -63,12 +70,16 @@ def parameters(draw):
     tree_size=st.integers(1, 30),
     worth=st.sampled_from([0.0, 0.02, 0.2, 0.99]),
     recall=st.booleans(),
+    a_token=st.sampled_from([None, None, 0.01, 0.3]),
 )
-def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_size, worth, recall):
+def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_size, worth, recall, a_token):
     decoder = decoder_of(family, *shape)
     decoder.max_rows, decoder.tree_size, decoder.worth, decoder.recall = rows, tree_size, worth, recall
     given_prompts, each = [list(ids) for ids, _ in requests], [params for _, params in requests]
     method = data.draw(st.sampled_from(["dcoco", "dcoco", "walk", "top1"]))
+    decoder.adaptive, reach, block = a_token is not None, decoder.reach(method), decoder.drafter.block_size
+    if a_token is not None:
+        decoder._budgets = {method: Budget(costs_of(a_token), block, reach, reach)}
     plain = decoder.generate(given_prompts, each, "plain")
     drafted = decoder.generate(given_prompts, each, method, trace=True)
     for prompt, params, mine, theirs in zip(given_prompts, each, drafted, plain, strict=True):
@@ -92,7 +103,7 @@ def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_si
 def test_the_cache_counts_what_is_committed(requests, rows):
     """After every round each row holds prompt and answer up to the anchor, and its text lies in the history."""
     decoder = decoder_of("gemma3", 4, 6, True)
-    decoder.tree_size, decoder.worth, decoder.recall = 9, 0.0, True
+    decoder.tree_size, decoder.worth, decoder.recall, decoder.adaptive = 9, 0.0, True, False
     engine = Engine(decoder, "dcoco", rows, 128)
     for ids, params in requests:
         engine.submit(ids, params)

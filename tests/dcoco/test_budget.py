@@ -1,0 +1,151 @@
+"""The verification budget: it buys what brute force would buy, learns from what is accepted, and never changes a text."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from dcoco import SamplingParams
+from dcoco import costs as costs_module
+from dcoco.budget import PROBE, Budget
+from dcoco.costs import Costs, find_costs
+from drafters.base import Draft
+from tests.models import prompts, tiny_decoder
+from verifier.tree import Tree
+
+BLOCK, MOST = 8, 12
+COSTS = Costs(
+    rows=[1, 4], tokens=[1, 2, 4], target=[[10.0, 11.0, 14.0], [20.0, 26.0, 40.0]], slots=[2, 8], draft=[[2, 3], [4, 8]]
+)
+FREE = Costs([1], [1, 2], [[10.0, 10.0]], [1], [[0.1]])  # a token more to verify costs nothing
+DEAR = Costs([1], [1, 2], [[10.0, 20.0]], [1], [[5.0]])  # it costs a whole pass
+
+
+def budget(costs=COSTS):
+    return Budget(costs, BLOCK, MOST, MOST)
+
+
+def chain(*rows):
+    """A draft whose paths have these probabilities, token by token."""
+    p = torch.tensor(rows)
+    return Draft(torch.zeros(p.shape, dtype=torch.int64), log_probs=p.log())
+
+
+def test_costs_are_what_was_measured_and_go_on_in_between():
+    assert COSTS.of_target(4, np.array([4, 8, 16])).tolist() == [20.0, 26.0, 40.0]
+    assert COSTS.of_target(1, np.array([1, 3, 6])).tolist() == [10.0, 12.5, 17.0]
+    assert COSTS.of_target(2, np.array([2]))[0] == pytest.approx(10 + 10 / 3)
+    assert COSTS.of_target(7, np.array([7]))[0] == pytest.approx(30.0)  # beyond the rows measured
+    assert COSTS.of_draft(4, 8) == 8
+    assert COSTS.of_draft(4, 4) == pytest.approx(4 + 4 / 3)
+
+
+def test_what_is_bought_is_the_best_that_any_choice_could_buy():
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        p = -np.sort(-random.random((3, 3)), axis=1)
+        counts = budget().spend(chain(*p.tolist()), torch.full((3,), MOST), 8)
+
+        def rate(counts, p=p):
+            gained = 3 + sum(p[row, :count].sum() for row, count in enumerate(counts))
+            return gained / (COSTS.of_target(3, np.array([3 + sum(counts)]))[0] + COSTS.of_draft(3, 8))
+
+        best = max(product(range(4), repeat=3), key=rate)
+        assert rate(counts) == pytest.approx(rate(best), rel=1e-6)
+
+
+def test_no_draft_goes_beyond_its_limit():
+    counts = budget(FREE).spend(chain([0.9, 0.8, 0.7], [0.9, 0.8, 0.7]), torch.tensor([2, 0]), 8)
+    assert counts == [2, 0]
+
+
+def test_a_tree_is_cut_by_probability_and_limited_by_depth():
+    parents = torch.tensor([[0, 0, 1, 3]])
+    tree = Tree.build(parents, torch.ones(1, 4, dtype=torch.bool), 3)
+    draft = Draft(torch.arange(4)[None], log_probs=torch.tensor([[0.8, 0.7, 0.6, 0.5]]).log(), tree=tree)
+    assert budget(FREE).spend(draft, torch.tensor([3]), 8) == [4]
+    assert budget(FREE).spend(draft, torch.tensor([2]), 8) == [3]
+    assert budget(DEAR).spend(draft, torch.tensor([3]), 8) == [1]
+    first = draft.first([3])
+    assert first.tree.valid.tolist() == [[True] * 3]
+    assert torch.equal(first.tree.depths, tree.depths[:, :4])
+
+
+def drafted(chooser, p, accepted, rounds):
+    """Rounds of one row whose drafts promise p a token; returns the slots that they drafted."""
+    found = []
+    for _ in range(rounds):
+        slots = chooser.slots(1)
+        found.append(slots)
+        if not slots:
+            continue
+        draft = chain([p**depth for depth in range(1, slots + 1)])
+        draft.log_probs += chooser.calibration[:slots]
+        counts = chooser.spend(draft, torch.tensor([MOST]), slots)
+        chooser.learn(draft, counts, torch.tensor([min(accepted, counts[0])]))
+    return found
+
+
+def test_a_machine_with_time_to_spare_drafts_whole_blocks_and_a_busy_one_none():
+    assert set(drafted(budget(FREE), 0.9, 8, 100)) == {BLOCK}
+    found = drafted(budget(DEAR), 0.6, 1, 4 * PROBE)
+    assert found[:1] == [BLOCK]
+    assert found.count(0) >= 4 * PROBE - 5  # but for a probe now and then
+    assert found.count(BLOCK) > 1
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    chooser = budget(Costs([1], [1, 2], [[10.0, 15.0]], [1], [[2.0]]))
+    assert drafted(chooser, 0.1, 0, 3 * PROBE - 1)[-2:] == [0, 0]
+    assert drafted(chooser, 0.97, 8, 6 * PROBE)[-2:] == [BLOCK, BLOCK]
+
+
+def test_probabilities_are_calibrated_by_what_is_accepted():
+    chooser = budget(FREE)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(600):
+        draft = chain([0.8, 0.64, 0.5])
+        draft.log_probs += chooser.calibration[:3]
+        kept = torch.rand(3, generator=random) < torch.tensor([0.4, 0.9, 0.9])  # the first is half as sure as it says
+        chooser.learn(draft, [3], kept.int().cumprod(0).sum()[None])
+    share = chooser.calibration.exp()
+    assert share[0].item() == pytest.approx(0.5, abs=0.12)
+    assert all(before >= after for before, after in zip(share, share[1:], strict=False))
+
+
+def test_a_slow_round_is_learnt_and_a_hiccup_is_not():
+    chooser = budget(FREE)
+    for _ in range(50):
+        chooser.timed(1, 0, 0, 12.0)
+    chooser.timed(1, 0, 0, 900.0)
+    assert chooser._drift == [pytest.approx(1.2, abs=0.01), 1.0]
+
+
+def test_costs_are_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCOCO_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "ROWS", (1, 2))
+    decoder = tiny_decoder(max_rows=3)
+    found = find_costs(decoder, "dcoco", 3)
+    assert found.rows == [1, 2, 3] and found.slots == [1, 2, 4]
+    assert np.array(found.target).shape == (3, len(found.tokens)) and np.array(found.draft).shape == (3, 3)
+    assert (np.array(found.target) > 0).all()
+    monkeypatch.setattr(costs_module, "measure", None)
+    assert find_costs(decoder, "dcoco", 3) == found
+    next((tmp_path / "costs").iterdir()).write_text("{}")
+    with pytest.raises(TypeError):  # an unreadable file is measured again
+        find_costs(decoder, "dcoco", 3)
+
+
+@pytest.mark.parametrize("costs", [FREE, DEAR, replace(COSTS, target=[[10, 11, 14], [20, 21, 25]])])
+@pytest.mark.parametrize("method", ["dcoco", "walk", "top1"])
+def test_the_text_is_the_targets_whatever_is_bought(costs, method):
+    decoder = tiny_decoder("gemma3", max_rows=5)
+    each = [SamplingParams(max_tokens=24, seed=seed, temperature=0.8 * (seed % 2)) for seed in range(12)]
+    plain = decoder.generate(prompts(12, seed=3), each, "plain")
+    decoder.adaptive = True
+    decoder._budgets[method] = Budget(costs, decoder.drafter.block_size, decoder.reach(method), decoder.reach(method))
+    outputs = decoder.generate(prompts(12, seed=3), each, method)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert sum(output.stats.draft_tokens for output in outputs) > 0
