@@ -21,6 +21,7 @@ from tqdm import tqdm
 from dcoco.detokenizer import Detokenizer
 from dcoco.fetch import cache_folder
 from verifier.cache import RaggedCache
+from verifier.packing import Packing
 from verifier.sampling import SamplingBatch, SamplingParams
 
 if TYPE_CHECKING:
@@ -99,10 +100,10 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
     assert drafter is not None
     counts = sorted({*(rows for rows in ROWS if rows < max_rows), max_rows})
     slots = sorted({max(1, drafter.block_size >> halved) for halved in range(3)})
-    context = min(CONTEXT, target.max_positions - max(TOKENS) - 1)
+    context = min(CONTEXT, target.max_positions - 2 * max(TOKENS) - 1)
     costs = Costs(counts, list(TOKENS), [], slots, [])
     for rows in tqdm(counts, desc="measuring what a round costs", unit="size", leave=False):
-        cache = RaggedCache(rows, context + max(*TOKENS, drafter.block_size) + 1, target.device)
+        cache = RaggedCache(rows, context + max(2 * max(TOKENS), drafter.block_size) + 1, target.device)
         batch = Batch(method, cache, drafter.start(rows, cache.max_length))
         params = SamplingParams()
         batch.requests = [Request([0], params, 1, Detokenizer(decoder.tokenizer))] * rows
@@ -111,8 +112,11 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
         cache.lengths = [context] * rows
 
         def run(tokens: int, batch: Batch = batch) -> None:
-            ids = batch.anchors[:, None].expand(-1, tokens)
-            target.logits(target.forward(ids, batch.cache, drafter.taps).hidden).max(-1)
+            # Drafts differ in length from row to row, which costs more than the same tokens spread evenly.
+            counts = [2 * tokens - 1 if row % 2 else 1 for row in range(len(batch.requests))] if rows > 1 else [tokens]
+            ids = batch.anchors[:, None].expand(-1, max(counts))
+            packing = Packing(counts, target.device)
+            target.logits(target.forward(ids, batch.cache, drafter.taps, packing=packing).hidden).max(-1)
 
         def draft(slots: int, batch: Batch = batch) -> None:
             decoder.propose(batch, [slots] * len(batch.requests), slots)

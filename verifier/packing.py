@@ -30,6 +30,10 @@ class Part:
         """These rows of x [R, ...]."""
         return x if self.rows is None else x.index_select(0, self.rows)
 
+    def take_keys(self, x: Tensor) -> Tensor:
+        """These rows of keys or values [R, G, L, D]. As they lie in the cache, token by token, they copy faster."""
+        return x if self.rows is None else x.transpose(1, 2).index_select(0, self.rows).transpose(1, 2)
+
     def unpack(self, packed: Tensor) -> Tensor:
         """Packed [T, ...] laid out as [r, queries, ...]."""
         return packed.index_select(0, self.tokens).unflatten(0, (-1, self.queries))

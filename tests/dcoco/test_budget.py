@@ -1,7 +1,7 @@
-"""The verification budget: it buys what brute force would buy, learns from what is accepted, and never changes a text."""
+"""The verification budget: it buys what brute force would buy, learns from what is accepted, never changes a text."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -112,7 +112,7 @@ def test_probabilities_are_calibrated_by_what_is_accepted():
         chooser.learn(draft, [3], kept.int().cumprod(0).sum()[None])
     share = chooser.calibration.exp()
     assert share[0].item() == pytest.approx(0.5, abs=0.12)
-    assert all(before >= after for before, after in zip(share, share[1:], strict=False))
+    assert all(before >= after for before, after in pairwise(share))
 
 
 def test_a_slow_round_is_learnt_and_a_hiccup_is_not():
