@@ -5,9 +5,10 @@ rows compete: they are verified in the order of their probability, as many as ma
 
     (rows + expected accepted tokens) / (seconds of the draft + seconds of the pass)
 
-largest. The expectation is the sum of the tokens' path probabilities, calibrated by what was accepted of earlier ones
-at the same depth. How many slots are drafted at all is settled before, by what drafts of each length have promised
-lately; none is plain decoding. Under rule match the text is the same whatever is chosen (`verifier/rejection.py`).
+largest; or every row gets as many verified as the others, where the faster pass makes up for it. The expectation is
+the sum of the tokens' path probabilities, calibrated by what was accepted of earlier ones at the same depth. How many
+slots are drafted at all is settled before, by what drafts of each length have promised lately; none is plain
+decoding. Under rule match the text is the same whatever is chosen (`verifier/rejection.py`).
 
 Shapes: R rows, N drafted tokens a row, D depth.
 """
@@ -42,8 +43,8 @@ class Budget:
         self.calibration = torch.zeros(deepest, device=device)  # [D] to add to log-probabilities; never rises
         self._expected = torch.full((deepest,), PRIOR, device=device)  # [D]: tokens verified, by their probability
         self._accepted = torch.full((deepest,), PRIOR, device=device)
-        # By choice: tokens that a row may expect to get accepted if the batch verifies 0, 1, 2, ... tokens a row.
-        self._promise = np.zeros((len(self.choices), most + 1))
+        # By choice, and evenly or not: tokens that a row may expect to get accepted if 0, 1, 2, ... a row are verified.
+        self._promise = np.zeros((len(self.choices), 2, most + 1))
         self._noted = np.full(len(self.choices), -np.inf)  # the round that it was last updated in
         self._drift = [1.0, 1.0]  # how much longer plain and drafted rounds take than was measured
         self._rounds = 0
@@ -53,18 +54,18 @@ class Budget:
         self._rounds += 1
         if np.isinf(self._noted[-1]) or self._rounds % PROBE == 0:
             return self.choices[-1]
-        tokens = rows * np.arange(1, self._promise.shape[1] + 1)
-        passes = self.costs.of_target(rows, tokens)
-        best, rate = 0, rows / (passes[0] * self._drift[0])
-        for choice, promise in zip(self.choices, self._promise, strict=True):
-            seconds = (passes + self.costs.of_draft(rows, choice)) * self._drift[1]
-            found = float((rows * (1.0 + promise) / seconds).max())
-            if found > rate:
-                best, rate = choice, found
+        tokens = rows * np.arange(1, self._promise.shape[2] + 1)
+        best, rate = 0, rows / (float(self.costs.of_even(rows, np.asarray(rows))) * self._drift[0])
+        for choice, promises in zip(self.choices, self._promise, strict=True):
+            drafting = self.costs.of_draft(rows, choice)
+            for promise, cost in zip(promises, (self.costs.of_even, self.costs.of_ragged), strict=True):
+                found = float((rows * (1.0 + promise) / (drafting + cost(rows, tokens))).max()) / self._drift[1]
+                if found > rate:
+                    best, rate = choice, found
         return best
 
     def spend(self, draft: Draft, limits: Tensor, slots: int) -> list[int]:
-        """How many tokens of each row's draft to verify, the most probable ones of all rows.
+        """How many tokens of each row's draft to verify: as many of each, or the most probable ones of all rows.
 
         Args:
             draft: with calibrated `log_probs` [R, N].
@@ -77,15 +78,15 @@ class Budget:
             return [0] * rows
         depths_RN = _depths(draft)
         p_RN = draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0).cpu()
-        pooled = p_RN.flatten().sort(descending=True).values.double().numpy()
-        gains = np.concatenate([[0.0], pooled.cumsum()])
-        passes = self.costs.of_target(rows, rows + np.arange(len(gains)))
-        seconds = passes + self.costs.of_draft(rows, slots)
-        bought = int(((rows + gains) / seconds).argmax())
         self._remember(p_RN, depths_RN.cpu(), slots)
-        if bought == 0:
-            return [0] * rows
-        return (p_RN >= pooled[bought - 1]).sum(-1).tolist()
+        even, ragged = _gains(p_RN)
+        drafting = self.costs.of_draft(rows, slots)
+        rates_even = (rows + even) / (drafting + self.costs.of_even(rows, rows * np.arange(1, len(even) + 1)))
+        rates_ragged = (rows + ragged) / (drafting + self.costs.of_ragged(rows, rows + np.arange(len(ragged))))
+        if rates_even.max() >= rates_ragged.max():
+            return (p_RN[:, : int(rates_even.argmax())] > 0).sum(-1).tolist()
+        bought = int(rates_ragged.argmax())
+        return (p_RN >= p_RN.flatten().sort(descending=True).values[bought - 1]).sum(-1).tolist()
 
     def learn(self, draft: Draft, counts: list[int], accepted: Tensor) -> None:
         """Calibrate by a round that verified the first counts[r] tokens of row r and accepted accepted[r] of them."""
@@ -105,7 +106,8 @@ class Budget:
 
     def timed(self, rows: int, drafted: int, verified: int, seconds: float) -> None:
         """Take in how long a round of `rows` rows took that drafted so many slots a row and verified so many tokens."""
-        expected = float(self.costs.of_target(rows, np.asarray(rows + verified)))
+        even = verified % rows == 0
+        expected = float((self.costs.of_even if even else self.costs.of_ragged)(rows, np.asarray(rows + verified)))
         expected += self.costs.of_draft(rows, drafted) if drafted else 0.0
         kind = int(drafted > 0)
         if seconds < OUTLIER * expected * self._drift[kind]:
@@ -113,16 +115,26 @@ class Budget:
 
     def _remember(self, p_RN: Tensor, depths_RN: Tensor, slots: int) -> None:
         """Note what this draft promises, and what shorter ones would have promised."""
-        rows, grid = len(p_RN), np.arange(self._promise.shape[1])
+        rows, grid = len(p_RN), np.arange(self._promise.shape[2])
         for index, choice in enumerate(self.choices):
             if choice > slots:
                 break
-            within_RN = p_RN if choice == slots else p_RN.masked_fill(depths_RN > choice, 0.0)
-            pooled = within_RN.flatten().sort(descending=True).values.double().numpy().cumsum()
-            found = np.interp(grid * rows, np.arange(len(pooled) + 1), np.concatenate([[0.0], pooled])) / rows
+            even, ragged = _gains(p_RN if choice == slots else p_RN.masked_fill(depths_RN > choice, 0.0))
+            found = [
+                np.interp(grid, np.arange(len(even)), even),
+                np.interp(grid * rows, np.arange(len(ragged)), ragged),
+            ]
             fresh = 1.0 - FADE ** (self._rounds - self._noted[index])
-            self._promise[index] += fresh * (found - self._promise[index])
+            self._promise[index] += fresh * (np.stack(found) / rows - self._promise[index])
             self._noted[index] = self._rounds
+
+
+def _gains(p_RN: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that may be expected to be accepted: of the first 0, 1, ... N of each row, and of the 0, 1, ... R * N most
+    probable ones of all."""
+    even = p_RN.sort(dim=-1, descending=True).values.double().sum(0).cumsum(0)
+    ragged = p_RN.flatten().sort(descending=True).values.double().cumsum(0)
+    return np.concatenate([[0.0], even.numpy()]), np.concatenate([[0.0], ragged.numpy()])
 
 
 def _depths(draft: Draft) -> Tensor:

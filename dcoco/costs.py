@@ -12,7 +12,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 ROWS = (1, 4, 16, 32, 64)
 TOKENS = (1, 2, 4, 8, 16)  # of a row
 CONTEXT = 256  # positions that the measured rows hold
-REPEATS = 3  # the fastest counts: what else the machine does only slows it down
+MOST = 256  # tokens of a measured pass
+REPEATS = 2  # the faster one counts: what else the machine does only slows it down
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,25 @@ class Costs:
 
     rows: list[int]
     tokens: list[int]  # a row
-    target: list[list[float]]  # [rows][tokens]: one pass, to the most probable token of every query
+    even: list[list[float]]  # [rows][tokens]: one pass, to the most probable token of every query
+    ragged: list[list[float]]  # the same for as many tokens on average, in rows that have more or fewer
     slots: list[int]
     draft: list[list[float]]  # [rows][slots]: drafting and correcting
 
-    def of_target(self, rows: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds of a pass of so many tokens altogether in `rows` rows."""
-        return self._between(rows, np.asarray(tokens) / rows, self.tokens, self.target)
+    def of_even(self, rows: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of a pass of so many tokens altogether in `rows` rows of equal length."""
+        return self._between(rows, np.asarray(tokens) / rows, self.tokens, self.even)
+
+    def of_ragged(self, rows: int, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of a pass of so many tokens altogether in `rows` rows of different lengths."""
+        return self._between(rows, np.asarray(tokens) / rows, self.tokens, self.ragged)
 
     def of_draft(self, rows: int, slots: int) -> float:
         """Seconds of drafting blocks of `slots` tokens for `rows` rows."""
         return float(self._between(rows, np.asarray(slots), self.slots, self.draft))
 
     def _between(self, rows: int, x: np.ndarray, points: list[int], curves: list[list[float]]) -> np.ndarray:
-        values = [_interpolate(x, points, curve) for curve in curves]
+        values = [_interpolate(x, points[: len(curve)], curve) for curve in curves]
         if len(values) == 1:
             return values[0]
         upper = min(max(1, int(np.searchsorted(self.rows, rows))), len(self.rows) - 1)
@@ -101,7 +107,7 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
     counts = sorted({*(rows for rows in ROWS if rows < max_rows), max_rows})
     slots = sorted({max(1, drafter.block_size >> halved) for halved in range(3)})
     context = min(CONTEXT, target.max_positions - 2 * max(TOKENS) - 1)
-    costs = Costs(counts, list(TOKENS), [], slots, [])
+    costs = Costs(counts, list(TOKENS), [], [], slots, [])
     for rows in tqdm(counts, desc="measuring what a round costs", unit="size", leave=False):
         cache = RaggedCache(rows, context + max(2 * max(TOKENS), drafter.block_size) + 1, target.device)
         batch = Batch(method, cache, drafter.start(rows, cache.max_length))
@@ -111,22 +117,26 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
         batch.anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
         cache.lengths = [context] * rows
 
-        def run(tokens: int, batch: Batch = batch) -> None:
-            # Drafts differ in length from row to row, which costs more than the same tokens spread evenly.
-            counts = [2 * tokens - 1 if row % 2 else 1 for row in range(len(batch.requests))] if rows > 1 else [tokens]
-            ids = batch.anchors[:, None].expand(-1, max(counts))
-            packing = Packing(counts, target.device)
-            target.logits(target.forward(ids, batch.cache, drafter.taps, packing=packing).hidden).max(-1)
+        def run(tokens: list[int], batch: Batch = batch) -> None:
+            ids = batch.anchors[:, None].expand(-1, max(tokens))
+            result = target.forward(ids, batch.cache, drafter.taps, packing=Packing(tokens, target.device))
+            target.logits(result.hidden).max(-1)
 
         def draft(slots: int, batch: Batch = batch) -> None:
             decoder.propose(batch, [slots] * len(batch.requests), slots)
 
-        costs.target.append([_seconds(run, count, target.device) for count in TOKENS])
+        within = [count for count in TOKENS if rows * count <= MOST or count <= 2]
+        run([1] * rows)  # the first call allocates the cache
+        costs.even.append([_seconds(run, [count] * rows, target.device) for count in within])
+        uneven = [[2 * count - 1 if row % 2 else 1 for row in range(rows)] for count in within]
+        costs.ragged.append(
+            costs.even[-1] if rows == 1 else [_seconds(run, tokens, target.device) for tokens in uneven]
+        )
         costs.draft.append([_seconds(draft, count, target.device) for count in slots])
     return costs
 
 
-def _seconds(call: Callable[[int], None], size: int, device: torch.device) -> float:
+def _seconds(call: Callable[[Any], None], size: Any, device: torch.device) -> float:
     times = []
     for _ in range(REPEATS):
         begun = time.perf_counter()

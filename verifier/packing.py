@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SLACK = 1.15  # where padding adds less than this, it costs less than packing
 EXTRA = 16  # what a row in the second part costs, in queries: its keys and values are copied
 
 
@@ -48,13 +49,13 @@ class Packing:
 
     Attributes:
         index: int64 [T], r * Q + q of each real token, in packed order.
-        whole: all places are taken, and a pass needs no packing.
+        whole: so few places are free that they are run as well: T = R * Q, and nothing is packed.
         parts: how attention lays the queries out; their tokens follow one another.
     """
 
     def __init__(self, counts: Sequence[int], device: torch.device | str = "cpu"):
         self.rows, self.queries = len(counts), max(counts)
-        self.whole = sum(counts) == self.rows * self.queries
+        self.whole = self.rows * self.queries <= SLACK * sum(counts)
         self.parts: list[Part] = []
         self.index = torch.arange(self.rows * self.queries, device=device)
         self._tokens = self.index  # of each place; any where there is none

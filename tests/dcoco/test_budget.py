@@ -16,11 +16,17 @@ from tests.models import prompts, tiny_decoder
 from verifier.tree import Tree
 
 BLOCK, MOST = 8, 12
-COSTS = Costs(
-    rows=[1, 4], tokens=[1, 2, 4], target=[[10.0, 11.0, 14.0], [20.0, 26.0, 40.0]], slots=[2, 8], draft=[[2, 3], [4, 8]]
-)
-FREE = Costs([1], [1, 2], [[10.0, 10.0]], [1], [[0.1]])  # a token more to verify costs nothing
-DEAR = Costs([1], [1, 2], [[10.0, 20.0]], [1], [[5.0]])  # it costs a whole pass
+EVEN, RAGGED = [[10.0, 11.0, 14.0], [20.0, 26.0, 40.0]], [[10.0, 11.0, 14.0], [23.0, 29.0, 43.0]]
+COSTS = Costs([1, 4], [1, 2, 4], EVEN, RAGGED, slots=[2, 8], draft=[[2, 3], [4, 8]])
+
+
+def machine(a_pass, of_two, a_draft):
+    """Costs of one row whose passes of one and two tokens take so long."""
+    return Costs([1], [1, 2], [[a_pass, of_two]], [[a_pass, of_two]], [1], [[a_draft]])
+
+
+FREE = machine(10.0, 10.0, 0.1)  # a token more to verify costs nothing
+DEAR = machine(10.0, 20.0, 5.0)  # it costs a whole pass
 
 
 def budget(costs=COSTS):
@@ -34,10 +40,11 @@ def chain(*rows):
 
 
 def test_costs_are_what_was_measured_and_go_on_in_between():
-    assert COSTS.of_target(4, np.array([4, 8, 16])).tolist() == [20.0, 26.0, 40.0]
-    assert COSTS.of_target(1, np.array([1, 3, 6])).tolist() == [10.0, 12.5, 17.0]
-    assert COSTS.of_target(2, np.array([2]))[0] == pytest.approx(10 + 10 / 3)
-    assert COSTS.of_target(7, np.array([7]))[0] == pytest.approx(30.0)  # beyond the rows measured
+    assert COSTS.of_even(4, np.array([4, 8, 16])).tolist() == [20.0, 26.0, 40.0]
+    assert COSTS.of_ragged(4, np.array([4, 8, 16])).tolist() == [23.0, 29.0, 43.0]
+    assert COSTS.of_even(1, np.array([1, 3, 6])).tolist() == [10.0, 12.5, 17.0]
+    assert COSTS.of_even(2, np.array([2]))[0] == pytest.approx(10 + 10 / 3)
+    assert COSTS.of_even(7, np.array([7]))[0] == pytest.approx(30.0)  # beyond the rows measured
     assert COSTS.of_draft(4, 8) == 8
     assert COSTS.of_draft(4, 4) == pytest.approx(4 + 4 / 3)
 
@@ -50,7 +57,8 @@ def test_what_is_bought_is_the_best_that_any_choice_could_buy():
 
         def rate(counts, p=p):
             gained = 3 + sum(p[row, :count].sum() for row, count in enumerate(counts))
-            return gained / (COSTS.of_target(3, np.array([3 + sum(counts)]))[0] + COSTS.of_draft(3, 8))
+            cost = COSTS.of_even if len(set(counts)) == 1 else COSTS.of_ragged
+            return gained / (cost(3, np.array([3 + sum(counts)]))[0] + COSTS.of_draft(3, 8))
 
         best = max(product(range(4), repeat=3), key=rate)
         assert rate(counts) == pytest.approx(rate(best), rel=1e-6)
@@ -97,7 +105,7 @@ def test_a_machine_with_time_to_spare_drafts_whole_blocks_and_a_busy_one_none():
 
 
 def test_drafting_comes_back_when_it_pays_again():
-    chooser = budget(Costs([1], [1, 2], [[10.0, 15.0]], [1], [[2.0]]))
+    chooser = budget(machine(10.0, 15.0, 2.0))
     assert drafted(chooser, 0.1, 0, 3 * PROBE - 1)[-2:] == [0, 0]
     assert drafted(chooser, 0.97, 8, 6 * PROBE)[-2:] == [BLOCK, BLOCK]
 
@@ -129,8 +137,8 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     decoder = tiny_decoder(max_rows=3)
     found = find_costs(decoder, "dcoco", 3)
     assert found.rows == [1, 2, 3] and found.slots == [1, 2, 4]
-    assert np.array(found.target).shape == (3, len(found.tokens)) and np.array(found.draft).shape == (3, 3)
-    assert (np.array(found.target) > 0).all()
+    assert np.array(found.even).shape == np.array(found.ragged).shape == (3, len(found.tokens))
+    assert np.array(found.draft).shape == (3, 3)
     monkeypatch.setattr(costs_module, "measure", None)
     assert find_costs(decoder, "dcoco", 3) == found
     next((tmp_path / "costs").iterdir()).write_text("{}")
@@ -138,7 +146,7 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
         find_costs(decoder, "dcoco", 3)
 
 
-@pytest.mark.parametrize("costs", [FREE, DEAR, replace(COSTS, target=[[10, 11, 14], [20, 21, 25]])])
+@pytest.mark.parametrize("costs", [FREE, DEAR, COSTS, replace(COSTS, ragged=[[10, 11, 14], [18, 19, 23]])])
 @pytest.mark.parametrize("method", ["dcoco", "walk", "top1"])
 def test_the_text_is_the_targets_whatever_is_bought(costs, method):
     decoder = tiny_decoder("gemma3", max_rows=5)

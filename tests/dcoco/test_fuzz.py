@@ -27,7 +27,8 @@ def decoder_of(family, block, candidates, trusting):
 
 def costs_of(a_token):
     """A machine on which a pass takes 1 and each token in it so much more."""
-    return Costs([1], [1, 2], [[1.0, 1.0 + a_token]], [1], [[0.1]])
+    passes = [[1.0, 1.0 + a_token]]
+    return Costs([1], [1, 2], passes, passes, [1], [[0.1]])
 
 
 tokens = st.one_of(st.integers(0, VOCABULARY - 1), st.sampled_from([5, 6]))  # the second makes texts repeat themselves
