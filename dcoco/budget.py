@@ -13,17 +13,21 @@ decoding. Under rule match the text is the same whatever is chosen (`verifier/re
 Shapes: R rows, N drafted tokens a row, D depth.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from dcoco.costs import Costs
 from drafters.base import Draft
+from verifier.packing import Packing
 
 PROBE = 32  # rounds between full drafts, which show whether drafting more would pay again
 FADE = 0.9  # of the promises of earlier drafts, a round
 MEMORY = 0.98  # of the counts that the calibration rests on, a round
 PRIOR = 8.0  # accepted tokens that calibration starts from, as if all had been expected
+PLAIN, EVEN, RAGGED = range(3)  # kinds of rounds
 OUTLIER = 2.0  # a round that takes so many times what was expected says nothing of the next
 
 
@@ -46,7 +50,7 @@ class Budget:
         # By choice, and evenly or not: tokens that a row may expect to get accepted if 0, 1, 2, ... a row are verified.
         self._promise = np.zeros((len(self.choices), 2, most + 1))
         self._noted = np.full(len(self.choices), -np.inf)  # the round that it was last updated in
-        self._drift = [1.0, 1.0]  # how much longer plain and drafted rounds take than was measured
+        self._drift = np.ones(3)  # how much longer rounds take than was measured: PLAIN, EVEN and RAGGED ones
         self._rounds = 0
 
     def slots(self, rows: int) -> int:
@@ -55,11 +59,11 @@ class Budget:
         if np.isinf(self._noted[-1]) or self._rounds % PROBE == 0:
             return self.choices[-1]
         tokens = rows * np.arange(1, self._promise.shape[2] + 1)
-        best, rate = 0, rows / (float(self.costs.of_even(rows, np.asarray(rows))) * self._drift[0])
+        best, rate = 0, rows / (float(self.costs.of_even(rows, np.asarray(rows))) * self._drift[PLAIN])
         for choice, promises in zip(self.choices, self._promise, strict=True):
             drafting = self.costs.of_draft(rows, choice)
-            for promise, cost in zip(promises, (self.costs.of_even, self.costs.of_ragged), strict=True):
-                found = float((rows * (1.0 + promise) / (drafting + cost(rows, tokens))).max()) / self._drift[1]
+            for promise, (cost, drift) in zip(promises, self._passes(), strict=True):
+                found = float((rows * (1.0 + promise) / (drafting + cost(rows, tokens))).max()) / drift
                 if found > rate:
                     best, rate = choice, found
         return best
@@ -79,14 +83,14 @@ class Budget:
         depths_RN = _depths(draft)
         p_RN = draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0).cpu()
         self._remember(p_RN, depths_RN.cpu(), slots)
-        even, ragged = _gains(p_RN)
-        drafting = self.costs.of_draft(rows, slots)
-        rates_even = (rows + even) / (drafting + self.costs.of_even(rows, rows * np.arange(1, len(even) + 1)))
-        rates_ragged = (rows + ragged) / (drafting + self.costs.of_ragged(rows, rows + np.arange(len(ragged))))
-        if rates_even.max() >= rates_ragged.max():
-            return (p_RN[:, : int(rates_even.argmax())] > 0).sum(-1).tolist()
-        bought = int(rates_ragged.argmax())
-        return (p_RN >= p_RN.flatten().sort(descending=True).values[bought - 1]).sum(-1).tolist()
+        drafting, rates = self.costs.of_draft(rows, slots), []
+        for gains, step, (cost, drift) in zip(_gains(p_RN), (rows, 1), self._passes(), strict=True):
+            tokens = rows + step * np.arange(len(gains))
+            rates.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
+        even, ragged = rates
+        if even.max() >= ragged.max():
+            return (p_RN[:, : int(even.argmax())] > 0).sum(-1).tolist()
+        return (p_RN >= p_RN.flatten().sort(descending=True).values[int(ragged.argmax()) - 1]).sum(-1).tolist()
 
     def learn(self, draft: Draft, counts: list[int], accepted: Tensor) -> None:
         """Calibrate by a round that verified the first counts[r] tokens of row r and accepted accepted[r] of them."""
@@ -104,14 +108,21 @@ class Budget:
         share_D = (self._accepted + PRIOR) / (self._expected + PRIOR)
         self.calibration = share_D.log_().clamp_(-3.0, 1.0).cummin(0).values
 
-    def timed(self, rows: int, drafted: int, verified: int, seconds: float) -> None:
-        """Take in how long a round of `rows` rows took that drafted so many slots a row and verified so many tokens."""
-        even = verified % rows == 0
-        expected = float((self.costs.of_even if even else self.costs.of_ragged)(rows, np.asarray(rows + verified)))
-        expected += self.costs.of_draft(rows, drafted) if drafted else 0.0
-        kind = int(drafted > 0)
+    def timed(self, slots: int, counts: list[int], seconds: float) -> None:
+        """Take in how long a round took that drafted so many slots and verified so many tokens of each row."""
+        rows, verified = len(counts), sum(counts)
+        kind = PLAIN if not slots else EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
+        cost = self.costs.of_ragged if kind == RAGGED else self.costs.of_even
+        expected = float(cost(rows, np.asarray(rows + verified)))
+        expected += self.costs.of_draft(rows, slots) if slots else 0.0
         if seconds < OUTLIER * expected * self._drift[kind]:
             self._drift[kind] += (1.0 - FADE) * (seconds / expected - self._drift[kind])
+            # What isn't tried is forgotten, so that it's tried again.
+            self._drift += (1.0 - MEMORY) * (self._drift[kind] - self._drift)
+
+    def _passes(self) -> list[tuple[Callable[[int, np.ndarray], np.ndarray], float]]:
+        """Costs and drift of even and of ragged rounds."""
+        return [(self.costs.of_even, self._drift[EVEN]), (self.costs.of_ragged, self._drift[RAGGED])]
 
     def _remember(self, p_RN: Tensor, depths_RN: Tensor, slots: int) -> None:
         """Note what this draft promises, and what shorter ones would have promised."""

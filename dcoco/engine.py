@@ -409,15 +409,14 @@ class Engine:
         begun, batch, requests = time.perf_counter(), self.batch, list(self.batch.requests)
         lengths = [self._draft_length(row, request) for row, request in enumerate(requests)]
         verdict = self.decoder.round(batch, lengths)
-        read = self._commit(requests, lengths, verdict)
+        verified = self._commit(requests, lengths, verdict)
         if batch.budget is not None:
-            verified = sum(drafted for _, drafted in read)
-            batch.budget.timed(len(requests), batch.drafted_slots, verified, time.perf_counter() - begun)
+            batch.budget.timed(batch.drafted_slots, verified, time.perf_counter() - begun)
         self._free_rows()
         return requests
 
-    def _commit(self, requests: list[Request], lengths: list[int], verdict: Verdict) -> list[tuple[int, int]]:
-        """Hand out what a round has decided, and make it count; returns accepted and drafted tokens of each row."""
+    def _commit(self, requests: list[Request], lengths: list[int], verdict: Verdict) -> list[int]:
+        """Hand out what a round has decided, and make it count; returns how many drafted tokens of each row it saw."""
         batch, columns = self.batch, verdict.tokens.shape[1]
         counts = [verdict.accepted[:, None], verdict.drafted[:, None]]
         path = [] if verdict.path is None else [verdict.path]
@@ -440,7 +439,7 @@ class Engine:
         for row, counted in enumerate(read):
             batch.cache.lengths[row] += counted[0] + 1
         batch.anchors = torch.tensor(anchors, device=batch.cache.device)
-        return [(counted[0], counted[1]) for counted in read]
+        return [counted[1] for counted in read]
 
     def _draft_length(self, row: int, request: Request) -> int:
         """How far the draft may reach: as far as the answer's and the drafter's limits allow."""

@@ -55,7 +55,7 @@ class Packing:
 
     def __init__(self, counts: Sequence[int], device: torch.device | str = "cpu"):
         self.rows, self.queries = len(counts), max(counts)
-        self.whole = self.rows * self.queries <= SLACK * sum(counts)
+        self.whole = self.fits(sum(counts), self.rows, self.queries)
         self.parts: list[Part] = []
         self.index = torch.arange(self.rows * self.queries, device=device)
         self._tokens = self.index  # of each place; any where there is none
@@ -77,6 +77,11 @@ class Packing:
                 kept = real.flatten().nonzero().flatten().to(device)
                 self.parts.append(Part(of, first, places.shape[1], tokens[places.flatten()].to(device), kept))
         self.index, self._tokens = index.to(device), tokens.to(device)
+
+    @staticmethod
+    def fits(tokens: int, rows: int, queries: int) -> bool:
+        """Whether so many tokens leave few enough places free for a padded pass."""
+        return rows * queries <= SLACK * tokens
 
     def pack(self, padded: Tensor) -> Tensor:
         """The real tokens [T, ...] of padded [R, Q, ...]."""

@@ -9,7 +9,7 @@ import torch
 
 from dcoco import SamplingParams
 from dcoco import costs as costs_module
-from dcoco.budget import PROBE, Budget
+from dcoco.budget import PLAIN, PROBE, Budget
 from dcoco.costs import Costs, find_costs
 from drafters.base import Draft
 from tests.models import prompts, tiny_decoder
@@ -126,9 +126,21 @@ def test_probabilities_are_calibrated_by_what_is_accepted():
 def test_a_slow_round_is_learnt_and_a_hiccup_is_not():
     chooser = budget(FREE)
     for _ in range(50):
-        chooser.timed(1, 0, 0, 12.0)
-    chooser.timed(1, 0, 0, 900.0)
-    assert chooser._drift == [pytest.approx(1.2, abs=0.01), 1.0]
+        chooser.timed(0, [0], 12.0)
+    chooser.timed(0, [0], 900.0)
+    assert chooser._drift[PLAIN] == pytest.approx(1.2, abs=0.01)
+
+
+def test_a_kind_of_round_that_proves_slow_is_left_and_tried_again():
+    chooser, found = budget(replace(COSTS, ragged=EVEN)), []
+    draft = chain([0.9, 0.9, 0.9, 0.9], [0.9, 0.1, 0.1, 0.1], [0.9, 0.1, 0.1, 0.1], [0.9, 0.1, 0.1, 0.1])
+    for _ in range(120):
+        counts = chooser.spend(draft, torch.full((4,), MOST), 8)
+        even = len(set(counts)) == 1
+        found.append(even)
+        seconds = COSTS.of_even(4, np.array([4 + sum(counts)]))[0] + COSTS.of_draft(4, 8)
+        chooser.timed(8, counts, seconds if even else 1.5 * seconds)
+    assert not found[0] and found.count(True) > 90 and not all(found[60:])
 
 
 def test_costs_are_measured_once(tmp_path, monkeypatch):
