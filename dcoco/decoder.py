@@ -144,7 +144,8 @@ class DCOCODecoder:
         with batch.clock("verify"):
             counts = self._spend(batch, draft, lengths, slots)
             verified = draft if draft.q is not None else draft.first(counts)
-            packing = Packing([count + 1 for count in counts], device)
+            contexts = batch.cache.lengths[: len(counts)]
+            packing = Packing([count + 1 for count in counts], device, contexts)
             ids = torch.cat([batch.anchors[:, None], verified.tokens], dim=1)
             taps = self.drafter.taps if self.drafter and batch.method != "plain" else ()
             result = self.target.forward(ids, batch.cache, taps, tree=verified.tree, packing=packing)

@@ -34,6 +34,7 @@ from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.linear import pack_linears
+from verifier.packing import Packing
 from verifier.target import MaskMaker, Target, decoder_layers
 
 FORMAT = 1  # of the checkpoint
@@ -264,15 +265,18 @@ class BlockDiffusionDrafter(BlockDrafter):
         rows = len(anchors_R)
         features = state.features[:rows].unbind(1)
         inputs_RnH = self.block_inputs(features, self._target[0].embedding(anchors_R), slots)
-        positions_Rn, extent = cache.begin(0, rows, slots)
-        mask = self.masks.block(positions_Rn, extent)
-        hidden_RnH = self.body(
-            inputs_embeds=inputs_RnH,
-            attention_mask=mask,
-            position_ids=positions_Rn.clamp(max=self.max_positions - 1),
+        packing = Packing([slots] * rows, cache.device, cache.lengths[:rows])
+        positions_Rn, extent = cache.begin(0, rows, slots, packing)
+        together = (1, rows * slots) if not packing.trivial else (rows, slots)  # rows of different contexts run as one
+        hidden = self.body(
+            inputs_embeds=inputs_RnH.view(*together, -1),
+            attention_mask=self.masks.block(positions_Rn, extent),
+            position_ids=positions_Rn.clamp(max=self.max_positions - 1).view(together),
             cache=cache,
             use_cache=True,
+            packing=None if packing.trivial else packing,
         ).last_hidden_state
+        hidden_RnH = hidden.view(rows, slots, -1)
         return self.lattice(anchors_R, inputs_RnH[:, 0], hidden_RnH)
 
 

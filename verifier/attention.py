@@ -45,7 +45,7 @@ def folded_attention(
     outs = []
     for part, mask in zip(packing.parts, packing.masks(attention_mask), strict=True):
         part_RNQD = part.unpack(packed_TND).transpose(1, 2)
-        outs.append(part.pack(_attend(part_RNQD, part.take_keys(key), part.take_keys(value), mask, scaling)))
+        outs.append(part.pack(_attend(part_RNQD, part.keys(key), part.keys(value), mask, scaling)))
     return torch.cat(outs)[None], None
 
 

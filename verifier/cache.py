@@ -63,7 +63,7 @@ class RaggedCache:
         positions_RQ = starts_R1 + torch.arange(queries, device=self.device)
         rows_R1 = torch.arange(first, first + rows, device=self.device)[:, None]
         self._slots = (rows_R1 * self.max_length + positions_RQ).view(-1)
-        if packing is not None:
+        if packing is not None and not packing.whole:
             self._slots = self._slots[packing.index]
         return positions_RQ, self._extent
 

@@ -1,8 +1,8 @@
 """Rows of different lengths in one pass, without padding: only real tokens go through the layers.
 
 All of a layer but its attention treats tokens one by one, so the real tokens of all rows run as one sequence. Attention
-needs the rows apart: there the queries are laid out padded, in one part that every row has and another that only long
-rows have, so that one long row doesn't pad all others.
+needs the rows apart. There neighbouring rows of similar length form a segment, which looks no further than its longest
+row's context; its queries are laid out padded, except that what only a few rows have is laid out in a part of its own.
 
 Shapes: R rows, Q queries of the longest row, T real tokens, L keys.
 """
@@ -14,74 +14,101 @@ import torch
 from torch import Tensor
 
 SLACK = 1.15  # where padding adds less than this, it costs less than packing
-EXTRA = 16  # what a row in the second part costs, in queries: its keys and values are copied
+EXTRA = 16  # what a row in the last part costs, in queries: its keys and values are copied
+SIMILAR = 0.7  # contexts of a segment differ by no more than this
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Queries `first .. first + queries - 1` of some rows, padded."""
+    """Queries `first .. first + queries - 1` of some rows, padded, and the keys that they look at."""
 
-    rows: Tensor | None  # int64 [r]; None: all of them
+    rows: slice | Tensor  # int64 [r] where they are no neighbours
     first: int
     queries: int
-    tokens: Tensor  # int64 [r * queries]: which packed token stands at each place; any where there is none
-    places: Tensor  # int64: the places that have one
+    extent: int  # keys
+    tokens: (
+        slice | Tensor
+    )  # the packed token at each of r * queries places, any where there is none; a slice: no padding
+    places: Tensor | None  # int64: the places that have a token; None: all
 
-    def take(self, x: Tensor) -> Tensor:
-        """These rows of x [R, ...]."""
-        return x if self.rows is None else x.index_select(0, self.rows)
+    def keys(self, x: Tensor) -> Tensor:
+        """These rows of keys or values [R, G, L, D]: [r, G, extent, D]."""
+        if isinstance(self.rows, slice):
+            return x[self.rows, :, : self.extent]
+        return x[:, :, : self.extent].transpose(1, 2).index_select(0, self.rows).transpose(1, 2)  # as they lie: faster
 
-    def take_keys(self, x: Tensor) -> Tensor:
-        """These rows of keys or values [R, G, L, D]. As they lie in the cache, token by token, they copy faster."""
-        return x if self.rows is None else x.transpose(1, 2).index_select(0, self.rows).transpose(1, 2)
+    def mask(self, unfolded: Tensor) -> Tensor:
+        """The part's folded mask [r, 1, f * queries, extent] of a mask [R, f, Q, L]."""
+        queries = slice(self.first, self.first + self.queries)
+        return unfolded[self.rows][:, :, queries, : self.extent].flatten(1, 2)[:, None]
 
     def unpack(self, packed: Tensor) -> Tensor:
         """Packed [T, ...] laid out as [r, queries, ...]."""
-        return packed.index_select(0, self.tokens).unflatten(0, (-1, self.queries))
+        found = packed[self.tokens] if isinstance(self.tokens, slice) else packed.index_select(0, self.tokens)
+        return found.unflatten(0, (-1, self.queries))
 
     def pack(self, padded: Tensor) -> Tensor:
         """The real tokens of padded [r, queries, ...]."""
-        return padded.flatten(0, 1).index_select(0, self.places)
+        return padded.flatten(0, 1) if self.places is None else padded.flatten(0, 1).index_select(0, self.places)
 
 
 class Packing:
     """Which of R x Q padded places hold real tokens: the first counts[r] of row r.
 
+    Args:
+        contexts: tokens of each row before these; by default the rows are taken for equally long.
+
     Attributes:
         index: int64 [T], r * Q + q of each real token, in packed order.
-        whole: so few places are free that they are run as well: T = R * Q, and nothing is packed.
+        whole: so few places are free that they are run as well: T = R * Q.
         parts: how attention lays the queries out; their tokens follow one another.
     """
 
-    def __init__(self, counts: Sequence[int], device: torch.device | str = "cpu"):
+    def __init__(
+        self, counts: Sequence[int], device: torch.device | str = "cpu", contexts: Sequence[int] | None = None
+    ):
         self.rows, self.queries = len(counts), max(counts)
         self.whole = self.fits(sum(counts), self.rows, self.queries)
+        extents = [context + self.queries for context in contexts or [0] * self.rows]
         self.parts: list[Part] = []
         self.index = torch.arange(self.rows * self.queries, device=device)
         self._tokens = self.index  # of each place; any where there is none
         self._masks: dict[int, list[Tensor]] = {}
         if self.whole:
+            for span, extent in segments(extents):
+                tokens = slice(span.start * self.queries, span.stop * self.queries)
+                self.parts.append(Part(span, 0, self.queries, extent, tokens, None))
             return
-        lengths = torch.tensor(counts)
-        width = min(set(counts), key=lambda width: self._cost(counts, width))
-        everyone, long = torch.arange(self.rows), (lengths > width).nonzero().flatten()
-        layouts = []
-        for rows, first, last in ((everyone, 0, width), (long, width, self.queries)):
-            queries = torch.arange(first, last)
-            layouts.append((rows, first, (rows[:, None] * self.queries + queries), queries < lengths[rows, None]))
-        index = torch.cat([places[real] for _, _, places, real in layouts])
-        tokens = torch.zeros(self.rows * self.queries, dtype=torch.int64).scatter_(0, index, torch.arange(len(index)))
-        for rows, first, places, real in layouts:
-            if len(rows):
-                of = None if rows is everyone else rows.to(device)
-                kept = real.flatten().nonzero().flatten().to(device)
-                self.parts.append(Part(of, first, places.shape[1], tokens[places.flatten()].to(device), kept))
-        self.index, self._tokens = index.to(device), tokens.to(device)
+        lengths, width = torch.tensor(counts), self._width(counts)
+        long = (lengths > width).nonzero().flatten()
+        layouts: list[tuple[slice | Tensor, int, int, int]] = [
+            (rows, 0, width, extent) for rows, extent in segments(extents)
+        ]
+        if len(long):
+            layouts.append((long, width, self.queries, max(extents[row] for row in long.tolist())))
+        places_of = [
+            (torch.arange(self.rows)[rows, None] * self.queries + torch.arange(first, last))
+            for rows, first, last, _ in layouts
+        ]
+        real_of = [places % self.queries < lengths[places // self.queries] for places in places_of]
+        index = torch.cat([places[real] for places, real in zip(places_of, real_of, strict=True)])
+        tokens_of = torch.zeros(self.rows * self.queries, dtype=torch.int64)
+        tokens_of[index] = torch.arange(len(index))
+        for (rows, first, last, extent), places, real in zip(layouts, places_of, real_of, strict=True):
+            rows = rows if isinstance(rows, slice) else rows.to(device)
+            kept = real.flatten().nonzero().flatten().to(device)
+            self.parts.append(Part(rows, first, last - first, extent, tokens_of[places.flatten()].to(device), kept))
+        self.index, self._tokens = index.to(device), tokens_of.to(device)
 
     @staticmethod
     def fits(tokens: int, rows: int, queries: int) -> bool:
         """Whether so many tokens leave few enough places free for a padded pass."""
         return rows * queries <= SLACK * tokens
+
+    @property
+    def trivial(self) -> bool:
+        """One part with all places: the pass may run as [R, Q]."""
+        return self.whole and len(self.parts) == 1
 
     def pack(self, padded: Tensor) -> Tensor:
         """The real tokens [T, ...] of padded [R, Q, ...]."""
@@ -100,12 +127,26 @@ class Packing:
         """The parts of a folded mask [R, 1, f * Q, L]; all layers of a kind ask for the same."""
         if id(mask) not in self._masks:
             unfolded = mask.view(self.rows, -1, self.queries, mask.shape[-1])
-            self._masks[id(mask)] = [
-                part.take(unfolded)[:, :, part.first : part.first + part.queries].flatten(1, 2)[:, None]
-                for part in self.parts
-            ]
+            self._masks[id(mask)] = [part.mask(unfolded) for part in self.parts]
         return self._masks[id(mask)]
 
-    def _cost(self, counts: Sequence[int], width: int) -> int:
-        long = sum(count > width for count in counts)
-        return len(counts) * width + long * (self.queries - width + EXTRA)
+    def _width(self, counts: Sequence[int]) -> int:
+        """Queries of each row up to which the segments go."""
+
+        def cost(width: int) -> int:
+            long = sum(count > width for count in counts)
+            return len(counts) * width + long * (self.queries - width + EXTRA)
+
+        return min(set(counts), key=cost)
+
+
+def segments(extents: Sequence[int]) -> list[tuple[slice, int]]:
+    """Neighbouring rows of similar extent, and the largest of each segment."""
+    found: list[tuple[slice, int]] = []
+    start, low, high = 0, extents[0], extents[0]
+    for row, extent in enumerate(extents):
+        if min(low, extent) < SIMILAR * max(high, extent):
+            found.append((slice(start, row), high))
+            start, low, high = row, extent, extent
+        low, high = min(low, extent), max(high, extent)
+    return [*found, (slice(start, len(extents)), high)]

@@ -83,14 +83,14 @@ class Target:
         The tokens enter the cache but count only once the caller raises `cache.lengths`.
         """
         rows, queries = ids_RQ.shape
-        if packing is not None and packing.whole:
-            packing = None
         positions_RQ, extent = cache.begin(first, rows, queries, packing)
         if tree is None:
             mask = self.masks.causal(positions_RQ, extent)
         else:
             mask = self.masks.tree(positions_RQ, extent, tree)
             positions_RQ = positions_RQ[:, :1] + tree.depths
+        if packing is not None and packing.trivial:
+            packing = None
         if packing is not None:
             ids_RQ, positions_RQ = packing.pack(ids_RQ)[None], packing.pack(positions_RQ)[None]
         embedded = self.embedding(ids_RQ)
