@@ -24,7 +24,7 @@ from dcoco.errors import EngineError, ParameterError, QueueFullError
 from dcoco.output import PHASES, Chunk, FinishReason, RequestOutput, RoundTrace, Stats
 from drafters.base import DraftState
 from verifier.cache import RaggedCache
-from verifier.packing import Packing
+from verifier.packing import Packing, attention_work
 from verifier.processors import Processors, TokenCounts, has_penalty
 from verifier.rejection import Verdict
 from verifier.sampling import SamplingBatch, SamplingParams, best_logprobs, draw, probabilities
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from dcoco.decoder import DCOCODecoder, Method
 
 PREFILL_CHUNK = 256  # prompt tokens run between two rounds, of all arriving requests together
+
+DISORDER = 1.25  # rows are sorted when their order makes attention work so many times more
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +180,24 @@ class Batch:
         """Note tokens [R, n] behind the anchors; like the cache, what is not committed is overwritten later."""
         self.history[: len(self.requests)].scatter_(1, self.positions(tokens.shape[1]), tokens)
 
+    def arrange(self) -> None:
+        """Sort the rows by length where that spares attention much: neighbours then look equally far."""
+        lengths = self.cache.lengths[: len(self.requests)]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        if attention_work(lengths) < DISORDER * attention_work([lengths[row] for row in order]):
+            return
+        spare, settled = self.cache.rows - 1, [source == row for row, source in enumerate(order)]
+        for first in range(len(order)):
+            if settled[first]:
+                continue
+            self.move(first, spare)
+            row = first
+            while not settled[row]:
+                self.move(spare if order[row] == first else order[row], row)
+                settled[row], row = True, order[row]
+        self.requests = [self.requests[row] for row in order]
+        self.anchors = self.anchors[torch.tensor(order, device=self.anchors.device)]
+
     def move(self, source: int, target: int) -> None:
         """Make row `target` a copy of row `source`."""
         if source == target:
@@ -241,8 +261,9 @@ class Engine:
         self.block = self.drafter.block_size if self.drafter else 0
         self.reach = decoder.reach(method)  # tokens that a draft may go beyond the anchor
         room = self.max_model_len + 1 + max(self.block, self.reach)
-        state = self.drafter.start(max_num_seqs, room) if self.drafter else None
-        cache = RaggedCache(max_num_seqs, room, self.target.device)
+        rows = max_num_seqs + 1  # the last one is for changing places
+        state = self.drafter.start(rows, room) if self.drafter else None
+        cache = RaggedCache(rows, room, self.target.device)
         self.batch = Batch(method, cache, state, decoder.budget(method))
 
     @property
@@ -349,7 +370,7 @@ class Engine:
                 batch.draft_state.reset(row)
             if has_penalty(request.params):
                 if batch.counts is None:
-                    batch.counts = TokenCounts(self.max_num_seqs, self.target.vocab_size, self.target.device)
+                    batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
                 batch.counts.start(row, request.prompt_ids)
 
     def _prefill(self) -> list[Request]:
@@ -401,6 +422,7 @@ class Engine:
         for row, (request, token) in enumerate(zip(fresh, first_tokens[:, 0].tolist(), strict=True)):
             request.note_logprobs(found, row, 1)
             request.commit([token], self.decoder.eos_ids)
+        batch.arrange()
         self._stack_sampling()
         self._free_rows()
         return fresh

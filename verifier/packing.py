@@ -16,6 +16,7 @@ from torch import Tensor
 SLACK = 1.15  # where padding adds less than this, it costs less than packing
 EXTRA = 16  # what a row in the last part costs, in queries: its keys and values are copied
 SIMILAR = 0.7  # contexts of a segment differ by no more than this
+SEGMENT = 400  # what a segment more costs attention, in keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,3 +151,9 @@ def segments(extents: Sequence[int]) -> list[tuple[slice, int]]:
             start, low, high = row, extent, extent
         low, high = min(low, extent), max(high, extent)
     return [*found, (slice(start, len(extents)), high)]
+
+
+def attention_work(extents: Sequence[int]) -> int:
+    """Roughly what attention costs rows in this order, in keys."""
+    found = segments(extents)
+    return sum((rows.stop - rows.start) * extent for rows, extent in found) + SEGMENT * len(found)

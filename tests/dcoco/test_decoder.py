@@ -5,6 +5,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from dcoco import SamplingParams
+from dcoco.engine import Batch
 from dcoco.errors import DrafterError, ParameterError, TargetError
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, explicit_mask, prompts, tiny_decoder
@@ -209,3 +210,27 @@ def test_wrong_arguments_are_named():
     with pytest.raises(DrafterError, match="drafter"):
         decoder.generate([[5]])
     assert decoder.generate([[5]], SamplingParams(max_tokens=2), "plain")
+
+
+def test_rows_of_all_lengths_change_places_and_keep_their_text(monkeypatch):
+    """Long and short prompts in turn: rows are sorted by length again and again, in cycles of moves."""
+    arranged, arrange = [], Batch.arrange
+
+    def watch(batch):
+        before = [id(request) for request in batch.requests]
+        arrange(batch)
+        arranged.append(before != [id(request) for request in batch.requests])
+
+    monkeypatch.setattr(Batch, "arrange", watch)
+    monkeypatch.setattr("verifier.packing.SEGMENT", 1000)
+    decoder = tiny_decoder("gemma3", max_rows=6, eos_ids=[])
+    given = [prompt * (9 if index % 3 == 0 else 1) for index, prompt in enumerate(prompts(14, longest=9, seed=11))]
+    each = [
+        SamplingParams(max_tokens=4 + 3 * (seed % 5), temperature=0.9, seed=seed, frequency_penalty=0.3)
+        for seed in range(14)
+    ]
+    outputs = decoder.generate(given, each)
+    assert sum(arranged) > 2
+    monkeypatch.setattr(Batch, "arrange", lambda batch: None)
+    alone = [decoder.generate([prompt], one, "plain")[0] for prompt, one in zip(given, each, strict=True)]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
