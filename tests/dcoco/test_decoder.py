@@ -224,7 +224,7 @@ def test_rows_of_all_lengths_change_places_and_keep_their_text(monkeypatch):
     monkeypatch.setattr(Batch, "arrange", watch)
     monkeypatch.setattr("verifier.packing.SEGMENT", 1000)
     decoder = tiny_decoder("gemma3", max_rows=6, eos_ids=[])
-    given = [prompt * (9 if index % 3 == 0 else 1) for index, prompt in enumerate(prompts(14, longest=9, seed=11))]
+    given = [[*prompt, 5, 6][-6:] * (9 if index % 2 else 1) for index, prompt in enumerate(prompts(14, seed=11))]
     each = [
         SamplingParams(max_tokens=4 + 3 * (seed % 5), temperature=0.9, seed=seed, frequency_penalty=0.3)
         for seed in range(14)
