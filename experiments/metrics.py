@@ -85,8 +85,9 @@ def figures(passes: Sequence[Pass]) -> dict[str, Any]:
 def spread(name: str, seconds: Iterable[float]) -> dict[str, float | None]:
     """Mean, median, deviation and 99th percentile of times, in milliseconds; None where there are none."""
     values = 1000.0 * np.asarray(list(seconds))
-    kinds = {"mean": np.mean, "median": np.median, "std": np.std, "p99": lambda of: np.percentile(of, 99)}
-    return {f"{kind}_{name}_ms": float(take(values)) if values.size else None for kind, take in kinds.items()}
+    some = values if values.size else np.array([np.nan])
+    found = {"mean": some.mean(), "median": np.median(some), "std": some.std(), "p99": np.percentile(some, 99)}
+    return {f"{kind}_{name}_ms": float(value) if values.size else None for kind, value in found.items()}
 
 
 def drafting(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -133,9 +133,7 @@ def run(
     return passes
 
 
-def schedule(
-    systems: Sequence[System], loads: Sequence[Load], repeats: int
-) -> Iterator[tuple[System, Load, int]]:
+def schedule(systems: Sequence[System], loads: Sequence[Load], repeats: int) -> Iterator[tuple[System, Load, int]]:
     """Under each load every system once a repeat, each time beginning with another one."""
     for load in loads:
         for repeat in range(repeats):
@@ -235,16 +233,14 @@ def check(config: DictConfig, folder: Path) -> None:
     if any(rate <= 0 for rate in config.rate):
         raise ConfigError(f"rate={list(config.rate)}: requests a second must be above 0")
     if max(config.concurrency, default=1) > config.max_num_seqs:
-        raise ConfigError(f"concurrency={list(config.concurrency)}: max_num_seqs={config.max_num_seqs} requests at most")
+        raise ConfigError(f"concurrency={list(config.concurrency)}: raise max_num_seqs={config.max_num_seqs}")
     if config.baseline == "vllm" and config.vllm_python is None:
         raise ConfigError("baseline=vllm: name the Python that has vLLM, vllm_python=/path/to/venv/bin/python")
     if (file := folder / "throughput.json").is_file():
         before = json.loads(file.read_text())["config"]
-        now = OmegaConf.to_container(config)
-        assert isinstance(now, dict)
-        changed = [name for name in now if name not in FREE and now[name] != before.get(name)]
-        # What was left to the prompts is settled by now.
-        changed = [name for name in changed if name != "max_model_len" or now[name] is not None]
+        # A max_model_len that is left to the prompts has been settled there.
+        free = FREE if config.max_model_len else FREE | {"max_model_len"}
+        changed = [str(name) for name in config if name not in free and config[name] != before.get(name)]
         if changed:
             raise ConfigError(f"{folder} holds a run with other {', '.join(changed)}: start one in another folder")
 
@@ -266,8 +262,11 @@ def read(folder: Path) -> list[Pass]:
     passes = []
     for line in file.read_text().splitlines():
         one = json.loads(line)
-        timelines = [Timeline(**timeline) for timeline in one.pop("timelines")]
-        passes.append(Pass(**one | {"load": Load(**one["load"]), "timelines": timelines}))
+        one["load"] = Load(**one["load"])
+        one["timelines"] = [Timeline(**timeline) for timeline in one["timelines"]]
+        for timeline in one["timelines"]:
+            timeline.pieces = [(at, tokens) for at, tokens in timeline.pieces]
+        passes.append(Pass(**one))
     return passes
 
 
