@@ -8,6 +8,7 @@ Both give the same requests in the same order under the same rules, so that an e
 
 import asyncio
 import json
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,8 @@ from dcoco.engine import Engine, Request
 from dcoco.errors import EngineError
 
 TIMEOUT = 600.0  # seconds without a byte from a server
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,18 @@ def drive(
 
 
 async def drive_server(
-    url: str, model: str, prompts: Sequence[list[int]], params: SamplingParams, load: Load, seed: int = 0
+    url: str,
+    model: str,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    load: Load,
+    seed: int = 0,
+    stream_options: dict[str, Any] | None = None,
 ) -> list[Timeline]:
-    """Put the load on an OpenAI-compatible server, each prompt once and in order; `seed` is of the arrivals."""
+    """Put the load on an OpenAI-compatible server, each prompt once and in order; `seed` is of the arrivals.
+
+    Where `stream_options` make the server tell the usage in each chunk, tokens are counted by that.
+    """
     due = load.arrivals(len(prompts), seed)
     turn = asyncio.Semaphore(load.concurrency or len(prompts))  # first come, first served
     body = {
@@ -100,7 +112,7 @@ async def drive_server(
         "temperature": params.temperature,
         "ignore_eos": params.ignore_eos,
         "stream": True,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "stream_options": {"include_usage": True} | (stream_options or {}),
     }
     start = time.perf_counter()
 
@@ -117,7 +129,8 @@ async def drive_server(
                         times.append(now)
                         characters.append(len(event["choices"][0].get("text") or ""))
                         counts.append(usage.get("completion_tokens"))
-                    timeline.stats = usage.get("spec_decode", timeline.stats)
+                    if "speculation" in usage:
+                        timeline.stats = stats_of(usage["speculation"])
             except (httpx.HTTPError, EngineError, ValueError) as error:
                 timeline.error = str(error) or type(error).__name__
             timeline.ended = time.perf_counter() - start
@@ -145,6 +158,18 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], path: str = "/
                 if "error" in event:
                     raise EngineError(str(event["error"]))
                 yield event
+
+
+def stats_of(speculation: dict[str, Any]) -> dict[str, Any]:
+    """The counts behind what our server tells of drafting, under the names of `dcoco.Stats`."""
+    rounds = speculation["rounds"]
+    return {
+        "rounds": rounds,
+        "draft_tokens": speculation["draft_tokens"],
+        "accepted_tokens": speculation["accepted_tokens"],
+        "committed_tokens": round(speculation["mean_acceptance_length"] * rounds),
+        "accepted_at": [round(share * rounds) for share in speculation["acceptance_per_position"]],
+    }
 
 
 def pieces_of(total: int, counts: list[int | None], characters: list[int]) -> list[int]:

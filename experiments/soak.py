@@ -201,16 +201,16 @@ def make_job(kind: str, config: Any, vocabulary: int, wrongs: Sequence[str], cha
     return job
 
 
-def grouped(jobs: Sequence[Job], every: int, burst: int) -> Iterator[list[Job]]:
-    """The jobs one by one, and after each `every` of them `burst` ones that come together."""
+def grouped(jobs: Sequence[Job], every: int, burst: int, last: int) -> Iterator[list[Job]]:
+    """The jobs one by one, and after each `every` of them `burst` ones that come together; the `last` come alone."""
     jobs = list(jobs)
     while jobs:
         for job in jobs[:every]:
             yield [job]
-        # The last ones come alone: they are to leave a quiet engine.
-        if crowd := jobs[every : every + burst] if len(jobs) >= 2 * (every + burst) else jobs[every:every]:
-            yield crowd
-        jobs = jobs[every + len(crowd) :]
+        jobs = jobs[every:]
+        if len(jobs) >= burst + last:
+            yield jobs[:burst]
+            jobs = jobs[burst:]
 
 
 @hydra.main(version_base=None, config_path=CONF, config_name="soak")
@@ -263,7 +263,7 @@ async def soak(client: Client, jobs: Sequence[Job], config: Any) -> dict[str, An
     """Put all jobs on a client; returns the report."""
     task = Soak(client, config.clients, config.interval)
     begun = time.perf_counter()
-    await task.run(grouped(jobs, config.burst_every, config.burst), len(jobs))
+    await task.run(grouped(jobs, config.burst_every, config.burst, config.clients), len(jobs))
     idle = await task.idle()
     kinds: dict[str, dict[str, int]] = {}
     for (kind, outcome), count in sorted(task.outcomes.items()):

@@ -82,10 +82,11 @@ class Served:
     model: str
     max_num_seqs: int
     warmup: SamplingParams
+    stream_options: dict[str, Any]
 
     def run(self, prompts: list[list[int]], params: SamplingParams, load: Load, seed: int) -> list[Timeline]:
         rows = load.concurrency or self.max_num_seqs
-        ask = partial(drive_server, self.server.url, self.model)
+        ask = partial(drive_server, self.server.url, self.model, stream_options=self.stream_options)
         asyncio.run(ask(prompts[:rows], self.warmup, Load(rows)))
         return asyncio.run(ask(prompts, params, load, seed))
 
@@ -172,15 +173,16 @@ def start(config: DictConfig, folder: Path, servers: list[Server]) -> list[Syste
     """The systems to measure; the servers among them are noted in `servers` as soon as they run."""
     warmup = SamplingParams(max_tokens=config.warmup, ignore_eos=True)
 
-    def serve(name: str, command: list[Any], environment: dict[str, Any]) -> Served:
+    def serve(name: str, command: list[Any], environment: dict[str, Any], **stream_options: bool) -> Served:
         servers.append(Server(command, folder / f"server-{name}.log", environment))
         servers[-1].wait()  # one after the other: they measure their costs as they start
-        return Served(name, servers[-1], servers[-1].model(), config.max_num_seqs, warmup)
+        return Served(name, servers[-1], servers[-1].model(), config.max_num_seqs, warmup, stream_options)
 
     systems: list[System] = []
     threads = {} if config.threads is None else {"OMP_NUM_THREADS": config.threads}
     if config.baseline == "vllm":
-        systems.append(serve("vllm", vllm_command(config), threads | dict(config.vllm_env)))
+        environment = threads | dict(config.vllm_env)
+        systems.append(serve("vllm", vllm_command(config), environment, continuous_usage_stats=True))
     sizes = ["--max-num-seqs", config.max_num_seqs, "--max-model-len", config.max_model_len]
     if config.engine == "http":
         for method in config.method:

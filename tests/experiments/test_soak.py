@@ -100,10 +100,11 @@ def test_jobs_are_seeded_and_of_all_kinds():
 @pytest.mark.parametrize("count", [5, 44, 60, 61, 200])
 def test_groups_hold_each_job_once(count):
     jobs = [Job("ordinary", [index], {}) for index in range(count)]
-    groups = list(grouped(jobs, 10, 12))
+    groups = list(grouped(jobs, 10, 12, last=4))
     assert [job for group in groups for job in group] == jobs
     assert {len(group) for group in groups} <= {1, 12}
-    assert len(groups[-1]) == 1
+    assert all(len(group) == 1 for group in groups[-4:])
+    assert any(len(group) == 12 for group in groups) == (count >= 26)
 
 
 def test_faults_are_as_frequent_as_asked():
