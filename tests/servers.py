@@ -39,11 +39,8 @@ class TestServer:
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listener],), daemon=True)
         self.thread.start()
         assert ready.wait(PATIENCE)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers)
-        self.openai = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=api_key or "none", max_retries=0, timeout=PATIENCE
-        )
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
     def step(self) -> Any:
         if self.steps == 0:
