@@ -49,7 +49,7 @@ class Limits:
         if self.api_key is None or not path.startswith("/v1/"):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.api_key.encode()):
+        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode()):
             return None
         problem = "this key is not the server's" if key else "a key is needed: Authorization: Bearer KEY"
         return ApiError(401, problem, code="invalid_api_key")

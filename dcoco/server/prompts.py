@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dcoco.decoder import DCOCODecoder
-from dcoco.errors import ParameterError
 from dcoco.server.errors import ApiError
 from dcoco.server.protocol import ChatBody, CompletionBody, GenerationBody
 
@@ -41,7 +40,7 @@ class Prompts:
         prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
-                self._check(len(prompt), "prompt")
+                self._check(prompt, "prompt")
         return [self.decoder.encode(prompt) for prompt in prompts]
 
     def _chat(self, body: ChatBody) -> list[list[int]]:
@@ -50,7 +49,7 @@ class Prompts:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ApiError(400, "this model has no chat template: use /v1/completions", "messages")
         messages = [message.for_template() for message in body.messages]
-        self._check(sum(len(message["content"]) for message in messages), "messages")
+        self._check("".join(message["content"] for message in messages), "messages")
         extra = body.chat_template_kwargs or {}
         if reserved := extra.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys():
             raise ApiError(400, f"chat_template_kwargs may not set {min(reserved)}", "chat_template_kwargs")
@@ -62,9 +61,14 @@ class Prompts:
             raise ApiError(400, f"the chat template can't take these messages: {error}", "messages") from error
         return [encoded["input_ids"]]
 
-    def _check(self, characters: int, name: str) -> None:
-        if characters > self.max_characters:
-            raise ParameterError(
-                f"{name}=...: {characters} characters are more than the {self.max_model_len} tokens that prompt and "
-                "answer may have together: shorten it"
+    def _check(self, text: str, name: str) -> None:
+        if len(text) > self.max_characters:
+            message = (
+                f"{len(text)} characters are more than the {self.max_model_len} tokens that prompt and answer may have "
+                "together: shorten it"
             )
+            raise ApiError(400, message, name)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ApiError(400, f"the text has half of a surrogate pair at character {error.start}", name) from error

@@ -3,6 +3,7 @@
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -53,22 +54,21 @@ def serve(options: Options) -> None:
         listener.listen(config.backlog)  # somebody else may have been faster
     except OSError as error:
         raise address_error(options.host, options.port, error) from error
-    Server(config, greeting, options.grace).run([listener])
+    Server(config, lambda: print(greeting, flush=True), options.grace).run([listener])
 
 
 class Server(uvicorn.Server):
-    """Says when it is ready; at its end running requests have `grace` seconds, and the exit code is that of success."""
+    """Calls `ready` when it listens; at the end running requests have `grace` seconds, and the exit code is 0."""
 
-    def __init__(self, config: uvicorn.Config, greeting: str = "", grace: float = 0.0):
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], grace: float = 0.0):
         super().__init__(config)
-        self.greeting = greeting
+        self.ready = ready
         self.grace = grace
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn's, and the greeting."""
+        """uvicorn's, and `ready`."""
         await super().startup(sockets)
-        if self.greeting:
-            print(self.greeting, flush=True)
+        self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's; what has not finished when the grace period is over fails."""
@@ -81,8 +81,7 @@ class Server(uvicorn.Server):
             self.force_exit = True
         elif not self.should_exit:
             self.should_exit = True
-            if self.greeting:
-                print("ending: running requests may finish", file=sys.stderr, flush=True)
+            print("ending: running requests may finish", file=sys.stderr, flush=True)
 
 
 def bind(host: str, port: int) -> socket.socket:
