@@ -43,7 +43,7 @@ def serve(options: argparse.Namespace) -> None:
     fail_at_random(decoder.target, options.fault_rate, options.seed)
     app = create_app(engine, options.target, max_body_bytes=options.max_body_bytes)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=60)
-    Server(config, "ready", options.grace).run([listener])
+    Server(config, lambda: print("ready", flush=True), options.grace).run([listener])
 
 
 def main() -> None:

@@ -250,7 +250,7 @@ async def over_http(config: DictConfig, folder: Path) -> dict[str, Any]:
     server = Server(faulty_server(config), folder / "server.log")
     try:
         server.wait()
-        async with ServerClient(server, config.max_body_bytes) as client:
+        async with ServerClient(server.url, server.model(), server.process.pid, config.max_body_bytes) as client:
             jobs = make_jobs(config, vocabulary, [*WRONG, *WRONG_OVER_HTTP], config.seed)
             report = await soak(client, jobs, config)
             report["checks"] |= await interrupt(client, server, config, vocabulary, report)

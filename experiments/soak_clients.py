@@ -25,7 +25,6 @@ from dcoco.engine import Engine
 from dcoco.errors import EngineError, ParameterError, QueueFullError
 from experiments.faults import FAULT
 from experiments.load import connect, stream
-from experiments.servers import Server
 
 FAR = 1 << 40  # beyond any vocabulary
 MOMENT = 0.05  # seconds that a client waits who doesn't read a stream
@@ -128,15 +127,20 @@ class EngineClient:
 
 
 class ServerClient:
-    """A server, asked over HTTP."""
+    """A server, asked over HTTP.
+
+    Args:
+        pid: its process, whose memory is watched.
+        max_body_bytes: how long it lets a body be.
+    """
 
     remote = True
 
-    def __init__(self, server: Server, max_body_bytes: int):
-        self.server = server
-        self.model = server.model()
+    def __init__(self, url: str, model: str, pid: int, max_body_bytes: int):
+        self.model = model
+        self.pid = pid
         self.max_body_bytes = max_body_bytes
-        self._client = connect(server.url)
+        self._client = connect(url)
 
     async def __aenter__(self) -> "ServerClient":
         return self
@@ -167,7 +171,7 @@ class ServerClient:
         return int(float(gauges["running"])), int(float(gauges["waiting"]))
 
     def memory(self) -> int | None:
-        return resident(self.server.process.pid)
+        return resident(self.pid)
 
     async def _ask_wrongly(self, wrong: str, body: dict[str, Any]) -> Outcome:
         fields, status = (WRONG | WRONG_OVER_HTTP)[wrong]

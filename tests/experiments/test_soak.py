@@ -1,6 +1,7 @@
 """The soak holds on a sound engine, and notices one that is not."""
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from dcoco.engine import Engine
 from experiments.environment import CONF
 from experiments.faults import FAULT, fail_at_random
 from experiments.soak import grouped, make_jobs, soak
-from experiments.soak_clients import WRONG, EngineClient, Job
+from experiments.soak_clients import WRONG, WRONG_OVER_HTTP, EngineClient, Job, ServerClient
 from tests.models import VOCABULARY, tiny_decoder
+from tests.servers import serving
 
 
 def settings(**changes: Any) -> Any:
@@ -42,6 +44,22 @@ def test_a_sound_engine_holds():
     assert sum(sum(outcomes.values()) for outcomes in report["outcomes"].values()) == 60
     assert report["outcomes"]["leaves"]["left"] >= 4
     assert report["outcomes"]["broken"].keys() == {"refused"}
+
+
+def test_a_sound_server_holds():
+    """The same over HTTP, where more can be wrong with a request."""
+    config = settings(max_body_bytes=100_000)
+
+    async def ask(url: str) -> dict[str, Any]:
+        async with ServerClient(url, "tiny", os.getpid(), config.max_body_bytes) as client:
+            return await soak(client, make_jobs(config, VOCABULARY, [*WRONG, *WRONG_OVER_HTTP]), config)
+
+    sizes = {name: config[name] for name in ("max_num_seqs", "max_model_len", "max_waiting", "max_body_bytes")}
+    with serving(tiny_decoder(eos_ids=[]), **sizes) as server:
+        fail_at_random(server.engine.target, config.fault_rate)
+        report = asyncio.run(ask(server.url))
+    missed = set(failed(report)) - {"the queue was full"}  # the threads take turns as they like
+    assert not missed, report["wrongs"]
 
 
 def test_a_cancel_that_does_nothing_is_noticed(monkeypatch):

@@ -1,5 +1,6 @@
 """What the load does, and what is counted: on a clock that only the tests move where times matter."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,10 +16,11 @@ from dcoco.errors import ConfigError
 from experiments import load as load_module
 from experiments import throughput
 from experiments.environment import CONF
-from experiments.load import Load, Timeline, drive, pieces_of
+from experiments.load import Load, Timeline, drive, drive_server, pieces_of
 from experiments.metrics import Pass, figures, spread, steady
 from experiments.throughput import InProcess, cells, fixed, prompts_of_a_pass, read, run, schedule
 from tests.models import prompts, tiny_decoder
+from tests.servers import serving
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 
@@ -79,6 +81,21 @@ def test_a_closed_loop_stays_full_and_asks_each_prompt_once(method):
         assert timeline.output_tokens == len(request.token_ids) == 12
         assert timeline.begun <= timeline.pieces[0][0] <= timeline.pieces[-1][0] == timeline.ended
         assert timeline.stats is not None and timeline.stats["rounds"] == request.stats.rounds
+
+
+def test_a_server_gets_the_same_requests_and_gives_the_same_tokens():
+    asked, load = prompts(7, seed=3), Load(concurrency=3)
+    with serving(tiny_decoder(), max_num_seqs=3, max_model_len=60) as server:
+        there = asyncio.run(drive_server(server.url, "tiny", asked, PARAMS, load))
+        missing = asyncio.run(drive_server(server.url, "another", asked[:1], PARAMS, load))
+    here = drive(Engine(tiny_decoder(), "dcoco", 3, 60), asked, PARAMS, load)
+    assert [(t.input_tokens, t.output_tokens, t.error) for t in there] == [(len(ids), 12, None) for ids in asked]
+    for one, other in zip(there, here, strict=True):
+        assert one.stats is not None and other.stats is not None
+        assert one.stats["committed_tokens"] == other.stats["committed_tokens"] == 11
+        assert one.begun <= one.pieces[0][0] <= one.pieces[-1][0] <= one.ended
+    assert figures([Pass("dcoco", load, 0, there)])["completed"] == 7
+    assert "status 404" in str(missing[0].error)
 
 
 def test_a_failed_request_is_counted_as_such():
