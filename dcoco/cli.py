@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from dcoco.errors import DcocoError
 from dcoco.fetch import fetch
+from dcoco.server.address import bind
 from dcoco.server.options import DEFAULT_MODEL_LEN, Options
 from dcoco.targets import list_names, resolve_target
 
@@ -144,12 +145,13 @@ def _serve(arguments: argparse.Namespace) -> None:
     given = {name: value for name, value in vars(arguments).items() if name != "run"}
     options = Options(**given)
     try:
+        listener = bind(options.host, options.port)
         from dcoco.server.run import serve
     except ModuleNotFoundError as error:
         if error.name in SERVE_PACKAGES:
             raise DcocoError(f"`dcoco serve` needs {error.name}: pip install 'dcoco[serve]'") from error
         raise
-    serve(options)
+    serve(options, listener)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import uvicorn
 
 from dcoco import DCOCODecoder
 from dcoco.engine import Engine
+from dcoco.server.address import bind
 from dcoco.server.app import create_app
-from dcoco.server.run import Server, bind
+from dcoco.server.run import Server
 
 PATIENCE = 60.0  # seconds until something that must happen is missed
 

@@ -134,7 +134,7 @@ def test_errors_are_those_of_the_client(server):
         ask(server, top_p=2.0)
     with pytest.raises(openai.BadRequestError, match="tools is not served"):
         ask(server, tools=[{"type": "function", "function": {"name": "f"}}])
-    with pytest.raises(openai.BadRequestError, match="512 tokens"):
+    with pytest.raises(openai.BadRequestError, match="512 together"):
         ask(server, messages=[{"role": "user", "content": "sky " * 1000}])
     with pytest.raises(openai.BadRequestError, match="characters"):
         ask(server, messages=[{"role": "user", "content": "sky " * 20000}])

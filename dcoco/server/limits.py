@@ -39,7 +39,7 @@ class Limits:
             message = await receive()
             size += len(message.get("body", b""))
             if size > self.max_body_bytes:
-                await self._drain(receive)
+                await self._drain(receive, message)
                 raise HTTPException(413, self._too_large)  # the only kind that FastAPI lets through
             return message
 
@@ -58,10 +58,9 @@ class Limits:
     def _too_large(self) -> str:
         return f"the body is larger than the {self.max_body_bytes} bytes that a call may have"
 
-    async def _drain(self, receive: Any) -> None:
+    async def _drain(self, receive: Any, message: Any = None) -> None:
+        """Read what comes after `message`, within reason."""
         size = 0
-        while size <= DRAINED * self.max_body_bytes:
+        while message is None or (message.get("more_body", False) and size <= DRAINED * self.max_body_bytes):
             message = await receive()
             size += len(message.get("body", b""))
-            if not message.get("more_body", False):
-                return

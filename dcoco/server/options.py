@@ -1,5 +1,6 @@
 """What `dcoco serve` is told. Light to import, for the command line's help."""
 
+import math
 from dataclasses import dataclass
 
 from dcoco.errors import ConfigError
@@ -28,8 +29,10 @@ class Options:
     grace: float = 30.0  # seconds that running requests have when the server is told to end
 
     def __post_init__(self) -> None:
-        least = {"port": 0, "threads": 1, "max_model_len": 2, "max_num_seqs": 1, "max_waiting": 0, "max_body_bytes": 1}
-        for name, low in {**least, "grace": 0}.items():
+        least = {"threads": 1, "max_model_len": 2, "max_num_seqs": 1, "max_waiting": 0, "max_body_bytes": 1}
+        ranges = {name: (low, math.inf) for name, low in least.items()} | {"port": (0, 65535), "grace": (0, 86400)}
+        for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if value is not None and not value >= low:
-                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {low}")
+            if value is not None and not low <= value <= high:
+                limits = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be {limits}")

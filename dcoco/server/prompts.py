@@ -26,15 +26,17 @@ class Prompts:
 
     async def encode(self, body: GenerationBody) -> list[list[int]]:
         """Token ids of each prompt. Raises ParameterError or ApiError."""
-        if isinstance(body, ChatBody):
-            work = self._chat
-        else:
-            work = self._completion
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, body)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, body)
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, body: GenerationBody) -> list[list[int]]:
+        if isinstance(body, ChatBody):
+            return self._chat(body)
+        assert isinstance(body, CompletionBody)
+        return self._completion(body)
 
     def _completion(self, body: CompletionBody) -> list[list[int]]:
         prompts = body.prompts()

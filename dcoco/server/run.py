@@ -11,16 +11,15 @@ import uvicorn
 
 from dcoco.decoder import DCOCODecoder
 from dcoco.engine import Engine
-from dcoco.errors import ConfigError
+from dcoco.server.address import address_error
 from dcoco.server.app import create_app
 from dcoco.server.options import DEFAULT_MODEL_LEN, Options
 
 LAST_WORDS = 5  # seconds that connections have after the grace period, to read what became of their requests
 
 
-def serve(options: Options) -> None:
-    """Serve until SIGTERM or SIGINT. Raises the errors of loading, and ConfigError where the address is taken."""
-    listener = bind(options.host, options.port)
+def serve(options: Options, listener: socket.socket) -> None:
+    """Serve at a bound socket until SIGTERM or SIGINT. Raises the errors of loading, and ConfigError as `bind` does."""
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     decoder = DCOCODecoder.from_pretrained(
@@ -82,20 +81,3 @@ class Server(uvicorn.Server):
         elif not self.should_exit:
             self.should_exit = True
             print("ending: running requests may finish", file=sys.stderr, flush=True)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at the address, before time is spent on loading. Raises ConfigError where that can't be."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, OverflowError) as error:
-        raise address_error(host, port, error) from error
-    return listener
-
-
-def address_error(host: str, port: int, error: Exception) -> ConfigError:
-    """Why the server can't have its address."""
-    return ConfigError(f"can't serve at {host}:{port}: {error}; choose another --port or --host")
