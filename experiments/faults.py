@@ -31,8 +31,9 @@ def serve(options: argparse.Namespace) -> None:
 
     from dcoco import DCOCODecoder
     from dcoco.engine import Engine
+    from dcoco.server.address import bind
     from dcoco.server.app import create_app
-    from dcoco.server.run import Server, bind
+    from dcoco.server.run import Server
 
     torch.set_num_threads(options.threads or torch.get_num_threads())
     listener = bind("127.0.0.1", options.port)
