@@ -3,6 +3,7 @@
     dcoco targets
     dcoco fetch smollm2_135m
     dcoco generate --target smollm2_135m "Why is the sky blue?"
+    dcoco serve --target smollm2_135m --port 8000
 
 `generate` writes the text to stdout as it comes and one line of statistics to stderr.
 """
@@ -14,11 +15,14 @@ from collections.abc import Sequence
 
 from dcoco.errors import DcocoError
 from dcoco.fetch import fetch
+from dcoco.server.address import bind
+from dcoco.server.options import DEFAULT_MODEL_LEN, Options
 from dcoco.targets import list_names, resolve_target
 
 METHODS = ("dcoco", "walk", "top1", "plain")
 # Options of `generate` that are SamplingParams fields; those not given keep the defaults that SamplingParams has.
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+SERVE_PACKAGES = ("fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn")  # the extra `serve`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +72,30 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
     generate.add_argument("--raw", action="store_true", default=False, help="complete the text: no chat template")
     generate.set_defaults(run=_generate)
+
+    _add_serve(commands.add_parser("serve", help="serve OpenAI's API"))
     return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument
+    add("--target", required=True, help="a name (see `dcoco targets`), a folder, a GGUF file, a hub id")
+    add("--host", default=Options.host, help="address to listen at; 0.0.0.0 is all of them (default: %(default)s)")
+    add("--port", type=int, default=Options.port, help="0 takes a free one (default: %(default)s)")
+    add("--drafter", help="another drafter than the target's own: name, folder, hub id")
+    add("--method", choices=METHODS, default=Options.method, help="how to decode (default: %(default)s)")
+    add("--dtype", help="auto, bfloat16 or float32 (default: what the machine does best)")
+    add("--device", help="cpu, cuda ... (default: cuda where there is one)")
+    add("--threads", type=int, help="CPU threads (default: torch's choice)")
+    add("--api-key", default=os.environ.get("DCOCO_API_KEY") or None, help="key to use /v1 (default: $DCOCO_API_KEY)")
+    add("--served-model-name", help="the model's name for clients (default: the target's)")
+    limit = f"tokens of prompt and answer together (default: {DEFAULT_MODEL_LEN}, or what the target's positions allow)"
+    add("--max-model-len", type=int, help=limit)
+    add("--max-num-seqs", type=int, default=Options.max_num_seqs, help="answers at once (default: %(default)s)")
+    add("--max-waiting", type=int, default=Options.max_waiting, help="answers that may wait (default: %(default)s)")
+    add("--max-body-bytes", type=int, default=Options.max_body_bytes, help="length of a call (default: %(default)s)")
+    add("--grace", type=float, default=Options.grace, help="seconds to finish in at the end (default: %(default)s)")
+    serve.set_defaults(run=_serve)
 
 
 def _targets(_: argparse.Namespace) -> None:
@@ -112,6 +139,19 @@ def _generate(arguments: argparse.Namespace) -> None:
             f"acceptance length {stats.mean_acceptance_length:.2f}",
             file=sys.stderr,
         )
+
+
+def _serve(arguments: argparse.Namespace) -> None:
+    given = {name: value for name, value in vars(arguments).items() if name != "run"}
+    options = Options(**given)
+    try:
+        listener = bind(options.host, options.port)
+        from dcoco.server.run import serve
+    except ModuleNotFoundError as error:
+        if error.name in SERVE_PACKAGES:
+            raise DcocoError(f"`dcoco serve` needs {error.name}: pip install 'dcoco[serve]'") from error
+        raise
+    serve(options, listener)
 
 
 if __name__ == "__main__":

@@ -296,6 +296,7 @@ class Engine:
         seeds = [None if params.seed is None else _wrap(params.seed + index) for index in range(params.n)]
         return self._queue([self._request(prompt_ids, replace(params, n=1, seed=seed)) for seed in seeds])
 
+    @torch.inference_mode()
     def cancel(self, request: Request) -> None:
         """End a request where it stands and free its row; nothing happens if it has ended."""
         if request.done:

@@ -8,6 +8,7 @@ from verifier.errors import (
     FetchError,
     ParameterError,
     QueueFullError,
+    StoppedError,
     TargetError,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "FetchError",
     "ParameterError",
     "QueueFullError",
+    "StoppedError",
     "TargetError",
 ]

@@ -1,6 +1,8 @@
 """What a request gives back: text, tokens, why it ended, and how well drafting went."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 from torch import Tensor
@@ -41,6 +43,19 @@ class Stats:
     def tokens_per_second(self) -> float:
         """All new tokens (the prefill's included) over `seconds`."""
         return (self.committed_tokens + 1) / self.seconds if self.seconds else 0.0
+
+    @classmethod
+    def total(cls, each: Iterable["Stats"]) -> "Stats":
+        """The counts of several requests together, without their times."""
+        together = cls()
+        for stats in each:
+            together.rounds += stats.rounds
+            together.draft_tokens += stats.draft_tokens
+            together.accepted_tokens += stats.accepted_tokens
+            together.committed_tokens += stats.committed_tokens
+            pairs = zip_longest(together.accepted_at, stats.accepted_at, fillvalue=0)
+            together.accepted_at = [one + other for one, other in pairs]
+        return together
 
     def count(self, drafted: int, depth: int, accepted: int, committed: int, phase_seconds: dict[str, float]) -> None:
         """Add one round, whose draft of `drafted` tokens reached `depth` tokens beyond the anchor."""

@@ -32,5 +32,9 @@ class EngineError(DcocoError):
     """A request can't be finished: a pass of the model failed, or the engine has stopped."""
 
 
+class StoppedError(EngineError):
+    """The engine takes no more requests: it is shutting down, or has died."""
+
+
 class QueueFullError(DcocoError):
     """As many requests wait as may wait; try again later."""

@@ -13,6 +13,7 @@ import pytest
 import dcoco
 from dcoco import cli
 from dcoco.errors import FetchError
+from dcoco.server.options import Options
 from verifier.sampling import SamplingParams
 
 
@@ -106,6 +107,39 @@ def test_fetch_prints_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["fetch", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path)
+
+
+def test_serve_takes_its_address_and_hands_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setitem(
+        sys.modules,
+        "dcoco.server.run",
+        SimpleNamespace(serve=lambda options, listener: calls.append((options, listener))),
+    )
+    monkeypatch.setenv("DCOCO_API_KEY", "secret")
+    assert cli.main(["serve", "--target", "t", "--port", "0", "--max-num-seqs", "3", "--grace", "1.5"]) == 0
+    ((options, listener),) = calls
+    with listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        assert options == Options("t", port=0, max_num_seqs=3, grace=1.5, api_key="secret")
+        listener.listen()
+        assert cli.main(["serve", "--target", "t", "--port", str(port)]) == 2
+    assert f"can't serve at 127.0.0.1:{port}" in capsys.readouterr().err
+    for wrong in (["--max-num-seqs", "0"], ["--grace", "nan"], ["--port", "70000"], ["--host", "no.such.host.invalid"]):
+        assert cli.main(["serve", "--target", "t", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_serve_names_the_extra_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "dcoco.server.run", raising=False)
+    assert cli.main(["serve", "--target", "t", "--port", "0"]) == 2
+    assert "needs uvicorn: pip install 'dcoco[serve]'" in capsys.readouterr().err
 
 
 def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
