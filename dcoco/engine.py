@@ -383,7 +383,7 @@ class Engine:
             room -= counts[-1]
             if room == 0:
                 break
-        packing = Packing(counts, cache.device, cache.lengths[first : first + len(counts)])
+        packing = Packing(counts, cache.device, cache.lengths[first : first + len(counts)], slack=1.0)
         starts = torch.tensor(cache.lengths[first : first + len(counts)], device=cache.device)
         columns = (starts[:, None] + batch.steps(packing.queries)).clamp(max=batch.history.shape[1] - 1)
         ids = batch.history[first : first + len(counts)].gather(1, columns)

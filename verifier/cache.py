@@ -52,12 +52,14 @@ class RaggedCache:
             ParameterError: a row has no room for the new tokens.
         """
         lengths = self.lengths[first : first + rows]
-        self._extent = max(lengths) + queries
-        if self._extent > self.max_length:
+        counts = [queries] * rows if packing is None else packing.written
+        needed = max(length + count for length, count in zip(lengths, counts, strict=True))
+        if needed > self.max_length:
             raise ParameterError(
-                f"the cache holds {self.max_length} positions a row; {max(lengths)} are taken and {queries} more are "
-                "needed: shorten the block or allocate a longer cache"
+                f"the cache holds {self.max_length} positions a row; {max(lengths)} are taken and {needed} would be: "
+                "shorten the block or allocate a longer cache"
             )
+        self._extent = min(max(lengths) + queries, self.max_length)
         self._rows = slice(first, first + rows)
         starts_R1 = torch.tensor(lengths, device=self.device)[:, None]
         positions_RQ = starts_R1 + torch.arange(queries, device=self.device)

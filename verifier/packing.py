@@ -58,6 +58,7 @@ class Packing:
 
     Args:
         contexts: tokens of each row before these; by default the rows are taken for equally long.
+        slack: at what padding, over the real tokens, the free places are run as well. Rows must have room for them.
 
     Attributes:
         index: int64 [T], r * Q + q of each real token, in packed order.
@@ -66,10 +67,15 @@ class Packing:
     """
 
     def __init__(
-        self, counts: Sequence[int], device: torch.device | str = "cpu", contexts: Sequence[int] | None = None
+        self,
+        counts: Sequence[int],
+        device: torch.device | str = "cpu",
+        contexts: Sequence[int] | None = None,
+        slack: float = SLACK,
     ):
         self.rows, self.queries = len(counts), max(counts)
-        self.whole = self.fits(sum(counts), self.rows, self.queries)
+        self.whole = self.fits(sum(counts), self.rows, self.queries, slack)
+        self.written = [self.queries] * self.rows if self.whole else list(counts)  # places of each row that are run
         extents = [context + self.queries for context in contexts or [0] * self.rows]
         self.parts: list[Part] = []
         self.index = torch.arange(self.rows * self.queries, device=device)
@@ -102,9 +108,9 @@ class Packing:
         self.index, self._tokens = index.to(device), tokens_of.to(device)
 
     @staticmethod
-    def fits(tokens: int, rows: int, queries: int) -> bool:
+    def fits(tokens: int, rows: int, queries: int, slack: float = SLACK) -> bool:
         """Whether so many tokens leave few enough places free for a padded pass."""
-        return rows * queries <= SLACK * tokens
+        return rows * queries <= slack * tokens
 
     @property
     def trivial(self) -> bool:

@@ -179,7 +179,7 @@ def test_a_cache_says_when_it_is_full():
     cache = RaggedCache(2, 8)
     cache.lengths[1] = 6
     cache.begin(0, 2, 2)
-    with pytest.raises(ParameterError, match="8 positions a row; 6 are taken and 3 more"):
+    with pytest.raises(ParameterError, match="8 positions a row; 6 are taken and 9 would be"):
         cache.begin(0, 2, 3)
 
 
@@ -234,3 +234,13 @@ def test_rows_of_all_lengths_change_places_and_keep_their_text(monkeypatch):
     monkeypatch.setattr(Batch, "arrange", lambda batch: None)
     alone = [decoder.generate([prompt], one, "plain")[0] for prompt, one in zip(given, each, strict=True)]
     assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+
+
+def test_the_end_of_a_long_prompt_runs_beside_a_longer_chunk(monkeypatch):
+    """The rows of a chunk are padded to the longest, beyond the end of a row that is nearly full."""
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 64)
+    decoder = tiny_decoder(eos_ids=[])
+    given = [[5 + index % 7 for index in range(length)] for length in (68, 58, 60)]
+    outputs = decoder.generate(given, SamplingParams(max_tokens=2))
+    for prompt, output in zip(given, outputs, strict=True):
+        assert output.token_ids == reference(decoder, prompt, 2)

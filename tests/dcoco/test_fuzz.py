@@ -3,6 +3,7 @@
 import os
 from functools import cache
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,8 +73,9 @@ def parameters(draw):
     worth=st.sampled_from([0.0, 0.02, 0.2, 0.99]),
     recall=st.booleans(),
     a_token=st.sampled_from([None, None, 0.01, 0.3]),
+    chunk=st.sampled_from([3, 17, 100, 256]),
 )
-def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_size, worth, recall, a_token):
+def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_size, worth, recall, a_token, chunk):
     decoder = decoder_of(family, *shape)
     decoder.max_rows, decoder.tree_size, decoder.worth, decoder.recall = rows, tree_size, worth, recall
     given_prompts, each = [list(ids) for ids, _ in requests], [params for _, params in requests]
@@ -82,7 +84,9 @@ def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_si
     if a_token is not None:
         decoder._budgets = {method: Budget(costs_of(a_token), block, reach, reach)}
     plain = decoder.generate(given_prompts, each, "plain")
-    drafted = decoder.generate(given_prompts, each, method, trace=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dcoco.engine.PREFILL_CHUNK", chunk)
+        drafted = decoder.generate(given_prompts, each, method, trace=True)
     for prompt, params, mine, theirs in zip(given_prompts, each, drafted, plain, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert (mine.text, mine.finish_reason) == (theirs.text, theirs.finish_reason)
