@@ -1,6 +1,6 @@
 """Is the output really the target's? dcoco against plain decoding, token for token, on real prompts.
 
-    python -m experiments.identity target=smollm2_135m prompts=200 seeds=50
+    python -m experiments.identity target=smollm2_135m prompts=200 seeds=50 'rows=[1,8,32]'
 
 Greedy and sampled (rule `match`: the same seed gives the same text). Where a text parts, the float64 gap between
 the two tokens is reported: a gap at rounding level is a tie, anything else a fault, and the exit status says
@@ -35,7 +35,11 @@ def main(config: DictConfig) -> None:
     share = -(-config.prompts // len(names))
     texts = [item.turns[0] for name in names for item in load_benchmark(name, config.benchmark_dir, share)]
     decoder = DCOCODecoder.from_pretrained(
-        config.target, config.drafter, device=config.device, dtype=config.dtype, max_rows=config.rows
+        config.target,
+        config.drafter,
+        device=config.device,
+        dtype=config.dtype,
+        max_rows=max(config.plain_rows, *config.rows),
     )
     asked_of = [decoder.asked([{"role": "user", "content": text}]) for text in texts[: config.prompts]]
     prompts = [decoder.encode(prompt) for prompt in asked_of]
@@ -49,33 +53,39 @@ def main(config: DictConfig) -> None:
     faults = 0
     for name, (asked, params) in rounds.items():
         asked = asked[: len(params)]
-        outputs: dict[Method, list[RequestOutput]] = {"plain": [], "dcoco": []}
-        for start in tqdm(range(0, len(asked), config.rows), desc=name, unit="batch"):
-            part = slice(start, start + config.rows)
-            for method, done in outputs.items():
-                done += decoder.generate(asked[part], params[part], method)
-        pairs = list(zip(outputs["plain"], outputs["dcoco"], strict=True))
-        apart = [
-            (one, *pair) for one, pair in zip(params, pairs, strict=True) if pair[0].token_ids != pair[1].token_ids
-        ]
-        found = [difference(config, *one) for one in apart]
-        faults += sum(item["gap"] is None or item["gap"] > TIE for item in found)
-        rounds_run = sum(output.stats.rounds for output in outputs["dcoco"])
-        length = sum(output.stats.committed_tokens for output in outputs["dcoco"]) / max(1, rounds_run)
-        report[name] = {
-            "identical": len(pairs) - len(apart),
-            "of": len(pairs),
-            "tokens": sum(len(output.token_ids) for output in outputs["plain"]),
-            "mean_acceptance_length": length,
-            "differences": found,
-        }
-        print(
-            f"{name}: {len(pairs) - len(apart)} of {len(pairs)} identical, acceptance length {length:.2f}",
-            *found,
-            sep="\n",
-        )
+        plain = decode(decoder, asked, params, "plain", config.plain_rows, name)
+        report[name] = {"of": len(plain), "tokens": sum(len(output.token_ids) for output in plain)}
+        for rows in config.rows:
+            drafted = decode(decoder, asked, params, "dcoco", rows, name)
+            pairs = list(zip(params, plain, drafted, strict=True))
+            found = [difference(config, *pair) for pair in pairs if pair[1].token_ids != pair[2].token_ids]
+            faults += sum(item["gap"] is None or item["gap"] > TIE for item in found)
+            rounds_run = sum(output.stats.rounds for output in drafted)
+            length = sum(output.stats.committed_tokens for output in drafted) / max(1, rounds_run)
+            report[name][f"in batches of {rows}"] = {
+                "identical": len(pairs) - len(found),
+                "mean_acceptance_length": length,
+                "differences": found,
+            }
+            print(
+                f"{name}, in batches of {rows}: {len(pairs) - len(found)} of {len(pairs)} identical, "
+                f"acceptance length {length:.2f}",
+                *found,
+                sep="\n",
+            )
     (Path(HydraConfig.get().runtime.output_dir) / "identity.json").write_text(json.dumps(report, indent=1))
     sys.exit(1 if faults else 0)
+
+
+def decode(
+    decoder: DCOCODecoder, asked: Any, params: list[SamplingParams], method: Method, rows: int, name: str
+) -> list[RequestOutput]:
+    """Answers to all prompts, `rows` of them at once."""
+    done: list[RequestOutput] = []
+    for start in tqdm(range(0, len(asked), rows), desc=f"{name}, {method}, {rows} at once", unit="batch"):
+        part = slice(start, start + rows)
+        done += decoder.generate(asked[part], params[part], method)
+    return done
 
 
 def difference(
