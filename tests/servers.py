@@ -15,7 +15,7 @@ from dcoco.server.address import bind
 from dcoco.server.app import create_app
 from dcoco.server.run import Server
 
-PATIENCE = 60.0  # seconds until something that must happen is missed
+PATIENCE = 180.0  # seconds until something that must happen is missed
 
 
 class TestServer:

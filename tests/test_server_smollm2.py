@@ -19,7 +19,7 @@ MODEL = "smollm2_135m"
 KEY = "a-key"
 CHAT: Any = [{"role": "user", "content": "Why is the sky blue?"}]
 TEXT = "The three primary colours are"
-PATIENCE = 120.0  # seconds until something that must happen is missed
+PATIENCE = 180.0  # seconds until something that must happen is missed
 
 
 class Serving:
@@ -147,8 +147,11 @@ def test_errors_are_those_of_the_client(server):
     assert refused.value.status_code == 413
     with pytest.raises(openai.AuthenticationError), server.connect("another") as stranger:
         stranger.models.list()
-    with pytest.raises(openai.RateLimitError):
+    with pytest.raises(openai.BadRequestError, match="8 answers are the most"):
         ask(server, n=9)
+    long = ask(server, stream=True, max_tokens=400, extra_body={"ignore_eos": True})
+    with long, pytest.raises(openai.RateLimitError, match="wait already"):
+        ask(server, n=8)
     assert ask(server, max_tokens=4).usage.completion_tokens == 4
 
 

@@ -63,9 +63,7 @@ class Service:
             prompts = await self.prompts.encode(body)
             most = self.engine.max_num_seqs + (self.engine.max_waiting or 0)
             if self.engine.max_waiting is not None and len(prompts) * params.n > most:
-                raise ApiError(
-                    400, f"{len(prompts)} prompts with n={params.n}: {most} answers are the most at once", "n"
-                )
+                raise ApiError(400, f"{len(prompts)} x n={params.n}: {most} answers are the most at once", "n")
             return prompts, await self.engine_loop.submit(prompts, params, whole=not body.stream)
 
         prompts, answers = await while_connected(http.receive, start())
