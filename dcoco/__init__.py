@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcoco.decoder import DCOCODecoder
+    from dcoco.engine import Engine
     from dcoco.output import Chunk, RequestOutput, Stats
     from verifier.sampling import SamplingParams
 
-__all__ = ["Chunk", "DCOCODecoder", "RequestOutput", "SamplingParams", "Stats"]
+__all__ = ["Chunk", "DCOCODecoder", "Engine", "RequestOutput", "SamplingParams", "Stats"]
 
 # Loaded when first asked for: torch and transformers take seconds, which `dcoco targets` need not pay.
 _HOMES = {
     "DCOCODecoder": "dcoco.decoder",
+    "Engine": "dcoco.engine",
     "Chunk": "dcoco.output",
     "RequestOutput": "dcoco.output",
     "Stats": "dcoco.output",
