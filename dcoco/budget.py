@@ -117,8 +117,9 @@ class Budget:
         expected += self.costs.of_draft(rows, slots) if slots else 0.0
         if seconds < OUTLIER * expected * self._drift[kind]:
             self._drift[kind] += (1.0 - FADE) * (seconds / expected - self._drift[kind])
-            # What isn't tried is forgotten, so that it's tried again.
-            self._drift += (1.0 - MEMORY) * (self._drift[kind] - self._drift)
+            if kind != PLAIN:  # what isn't tried is forgotten, so that it's tried again
+                other = EVEN + RAGGED - kind
+                self._drift[other] += (1.0 - MEMORY) * (self._drift[kind] - self._drift[other])
 
     def _passes(self) -> list[tuple[Callable[[int, np.ndarray], np.ndarray], float]]:
         """Costs and drift of even and of ragged rounds."""

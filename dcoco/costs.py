@@ -7,6 +7,7 @@ Shapes: R rows.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import time
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 ROWS = (1, 4, 16, 32, 64)
 TOKENS = (1, 2, 4, 8, 16)  # of a row
-CONTEXT = 256  # positions that the measured rows hold
+CONTEXT = (448, 64)  # positions that the first and the last of the measured rows hold
+LONGEST = 24  # of one row
+GOLDEN = 0.618  # its multiples spread evenly between whole numbers
 MOST = 256  # tokens of a measured pass
 REPEATS = 2  # the faster one counts: what else the machine does only slows it down
 
@@ -106,20 +109,21 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
     assert drafter is not None
     counts = sorted({*(rows for rows in ROWS if rows < max_rows), max_rows})
     slots = sorted({max(1, drafter.block_size >> halved) for halved in range(3)})
-    context = min(CONTEXT, target.max_positions - 2 * max(TOKENS) - 1)
+    longest = min(CONTEXT[0], target.max_positions - LONGEST - 1)
     costs = Costs(counts, list(TOKENS), [], [], slots, [])
     for rows in tqdm(counts, desc="measuring what a round costs", unit="size", leave=False):
-        cache = RaggedCache(rows, context + max(2 * max(TOKENS), drafter.block_size) + 1, target.device)
+        cache = RaggedCache(rows, longest + max(LONGEST, drafter.block_size) + 1, target.device)
         batch = Batch(method, cache, drafter.start(rows, cache.max_length))
         params = SamplingParams()
         batch.requests = [Request([0], params, 1, Detokenizer(decoder.tokenizer))] * rows
         batch.sampling = SamplingBatch.stack([params] * rows, [0] * rows, target.device)
         batch.anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
-        cache.lengths = [context] * rows
+        cache.lengths = contexts(rows, longest)
 
         def run(tokens: list[int], batch: Batch = batch) -> None:
             ids = batch.anchors[:, None].expand(-1, max(tokens))
-            result = target.forward(ids, batch.cache, drafter.taps, packing=Packing(tokens, target.device))
+            packing = Packing(tokens, target.device, batch.cache.lengths)
+            result = target.forward(ids, batch.cache, drafter.taps, packing=packing)
             target.logits(result.hidden).max(-1)
 
         def draft(slots: int, batch: Batch = batch) -> None:
@@ -128,12 +132,28 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
         within = [count for count in TOKENS if rows * count <= MOST or count <= 2]
         run([1] * rows)  # the first call allocates the cache
         costs.even.append([_seconds(run, [count] * rows, target.device) for count in within])
-        uneven = [[2 * count - 1 if row % 2 else 1 for row in range(rows)] for count in within]
+        uneven = [spread(rows, count) for count in within]
         costs.ragged.append(
             costs.even[-1] if rows == 1 else [_seconds(run, tokens, target.device) for tokens in uneven]
         )
         costs.draft.append([_seconds(draft, count, target.device) for count in slots])
     return costs
+
+
+def contexts(rows: int, longest: int) -> list[int]:
+    """Lengths of rows as an engine has them, sorted, from `longest` down to a seventh of it."""
+    shortest = longest * CONTEXT[1] // CONTEXT[0]
+    return [longest - (longest - shortest) * row // max(1, rows - 1) for row in range(rows)]
+
+
+def spread(rows: int, mean: int) -> list[int]:
+    """Tokens of each row where rows x mean are verified: one and, as drafts are good or bad, few or many more."""
+    shares = [-math.log(1.0 - (0.5 + row * GOLDEN) % 1.0) for row in range(rows)]  # exponential, in no order
+    extra, total = rows * (mean - 1), sum(shares)
+    counts = [1 + min(LONGEST - 1, int(extra * share / total)) for share in shares]
+    for row in sorted(range(rows), key=lambda row: counts[row])[: rows * mean - sum(counts)]:
+        counts[row] += 1
+    return counts
 
 
 def _seconds(call: Callable[[Any], None], size: Any, device: torch.device) -> float:
