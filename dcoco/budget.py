@@ -6,17 +6,18 @@ rows compete: they are verified in the order of their probability, as many as ma
     (rows + expected accepted tokens) / (seconds of the draft + seconds of the pass)
 
 largest; or every row gets as many verified as the others, where the faster pass makes up for it. The expectation is
-the sum of the tokens' path probabilities, calibrated by what was accepted of earlier ones at the same depth. How many
-slots are drafted at all is settled before, by what drafts of each length have promised lately; none is plain
+the sum of the tokens' path probabilities, calibrated by how often tokens of that probability were accepted before. How
+many slots are drafted at all is settled before, by what drafts of each length have promised lately; none is plain
 decoding. Under rule match the text is the same whatever is chosen (`verifier/rejection.py`).
 
-Shapes: R rows, N drafted tokens a row, D depth.
+Shapes: R rows, N drafted tokens a row.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from dcoco.costs import Costs
@@ -26,7 +27,8 @@ from verifier.packing import Packing
 PROBE = 32  # rounds between full drafts, which show whether drafting more would pay again
 FADE = 0.9  # of the promises of earlier drafts, a round
 MEMORY = 0.98  # of the counts that the calibration rests on, a round
-PRIOR = 8.0  # accepted tokens that calibration starts from, as if all had been expected
+EDGES = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 1.0])  # of the classes of probability
+PRIOR = 4.0  # tokens of each class that calibration starts from, accepted as often as they said
 PLAIN, EVEN, RAGGED = range(3)  # kinds of rounds
 OUTLIER = 2.0  # a round that takes so many times what was expected says nothing of the next
 
@@ -38,15 +40,15 @@ class Budget:
         costs: of rounds on this machine.
         block: the slots of a full draft.
         most: tokens of a row's draft at most.
-        deepest: how far beyond the anchor a draft may reach.
     """
 
-    def __init__(self, costs: Costs, block: int, most: int, deepest: int, device: torch.device | str = "cpu"):
+    def __init__(self, costs: Costs, block: int, most: int):
         self.costs = costs
         self.choices = sorted({max(1, block >> halved) for halved in range(3)})
-        self.calibration = torch.zeros(deepest, device=device)  # [D] to add to log-probabilities; never rises
-        self._expected = torch.full((deepest,), PRIOR, device=device)  # [D]: tokens verified, by their probability
-        self._accepted = torch.full((deepest,), PRIOR, device=device)
+        self._middles = (EDGES[:-1] + EDGES[1:]) / 2
+        self._tried = np.zeros(len(self._middles))  # by class: tokens verified lately
+        self._accepted = np.zeros(len(self._middles))
+        self._said = np.empty((0, 0))  # [R, N]: the last draft's own probabilities
         # By choice, and evenly or not: tokens that a row may expect to get accepted if 0, 1, 2, ... a row are verified.
         self._promise = np.zeros((len(self.choices), 2, most + 1))
         self._noted = np.full(len(self.choices), -np.inf)  # the round that it was last updated in
@@ -72,45 +74,52 @@ class Budget:
         """How many tokens of each row's draft to verify: as many of each, or the most probable ones of all rows.
 
         Args:
-            draft: with calibrated `log_probs` [R, N].
+            draft: with `log_probs` [R, N], the most probable of each row first.
             limits: int64 [R], how deep each row's draft may go.
             slots: that were drafted.
         """
         assert draft.log_probs is not None
         rows, most = draft.log_probs.shape
+        depths_RN = _depths(draft)
+        said = draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0)
+        self._said = said.cpu().double().numpy()
         if most == 0:
             return [0] * rows
-        depths_RN = _depths(draft)
-        p_RN = draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0).cpu()
-        self._remember(p_RN, depths_RN.cpu(), slots)
+        p = self.calibrate(self._said)
+        self._remember(p, depths_RN.cpu().numpy(), slots)
         drafting, rates = self.costs.of_draft(rows, slots), []
-        for gains, step, (cost, drift) in zip(_gains(p_RN), (rows, 1), self._passes(), strict=True):
+        for gains, step, (cost, drift) in zip(_gains(p), (rows, 1), self._passes(), strict=True):
             tokens = rows + step * np.arange(len(gains))
             rates.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
         even, ragged = rates
         if even.max() >= ragged.max():
-            return (p_RN[:, : int(even.argmax())] > 0).sum(-1).tolist()
-        return (p_RN >= p_RN.flatten().sort(descending=True).values[int(ragged.argmax()) - 1]).sum(-1).tolist()
+            return (p[:, : int(even.argmax())] > 0).sum(-1).tolist()
+        return (p >= np.sort(p, axis=None)[-int(ragged.argmax())]).sum(-1).tolist()
 
-    def learn(self, draft: Draft, counts: list[int], accepted: Tensor) -> None:
-        """Calibrate by a round that verified the first counts[r] tokens of row r and accepted accepted[r] of them."""
-        if draft.log_probs is None or not max(counts):
-            return
-        depths_RN = _depths(draft)
-        verified_RN = torch.arange(depths_RN.shape[1], device=depths_RN.device) < torch.tensor(
-            counts, device=depths_RN.device
-        ).unsqueeze(1)
-        level_RN = (depths_RN - 1).clamp(min=0)
-        raw_RN = (draft.log_probs - self.calibration[level_RN]).exp().masked_fill_(~verified_RN, 0.0)
-        levels_D = torch.arange(len(self.calibration), device=depths_RN.device)
-        self._expected.mul_(MEMORY).index_add_(0, level_RN.flatten(), raw_RN.flatten())
-        self._accepted.mul_(MEMORY).add_((accepted[:, None] > levels_D).sum(0))
-        share_D = (self._accepted + PRIOR) / (self._expected + PRIOR)
-        self.calibration = share_D.log_().clamp_(-3.0, 1.0).cummin(0).values
+    def calibrate(self, said: np.ndarray) -> np.ndarray:
+        """How often tokens are accepted whose drafts give them these probabilities; never lower for a higher one."""
+        weights = self._tried + PRIOR
+        rates = isotonic_regression((self._accepted + PRIOR * self._middles) / weights, weights=weights).x
+        return np.interp(said, [0.0, *self._middles, 1.0], [0.0, *rates, rates[-1]])
 
-    def timed(self, slots: int, counts: list[int], seconds: float) -> None:
-        """Take in how long a round took that drafted so many slots and verified so many tokens of each row."""
+    def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float) -> None:
+        """Take in what came of a round.
+
+        Args:
+            slots: that were drafted.
+            counts: tokens of each row that were verified.
+            accepted: which of them were accepted.
+            seconds: that the round took.
+        """
         rows, verified = len(counts), sum(counts)
+        if slots and len(self._said) == rows:
+            kind_of = np.searchsorted(EDGES, self._said, side="right").clip(1, len(self._middles)) - 1
+            seen = np.arange(self._said.shape[1]) < np.array(counts)[:, None]
+            hits = [kind_of[row, node] for row, nodes in enumerate(accepted) for node in nodes]
+            self._tried = MEMORY * self._tried + np.bincount(kind_of[seen], minlength=len(self._tried))
+            self._accepted = MEMORY * self._accepted + np.bincount(
+                np.array(hits, dtype=np.int64), minlength=len(self._tried)
+            )
         kind = PLAIN if not slots else EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
         cost = self.costs.of_ragged if kind == RAGGED else self.costs.of_even
         expected = float(cost(rows, np.asarray(rows + verified)))
@@ -125,13 +134,13 @@ class Budget:
         """Costs and drift of even and of ragged rounds."""
         return [(self.costs.of_even, self._drift[EVEN]), (self.costs.of_ragged, self._drift[RAGGED])]
 
-    def _remember(self, p_RN: Tensor, depths_RN: Tensor, slots: int) -> None:
+    def _remember(self, p: np.ndarray, depths: np.ndarray, slots: int) -> None:
         """Note what this draft promises, and what shorter ones would have promised."""
-        rows, grid = len(p_RN), np.arange(self._promise.shape[2])
+        rows, grid = len(p), np.arange(self._promise.shape[2])
         for index, choice in enumerate(self.choices):
             if choice > slots:
                 break
-            even, ragged = _gains(p_RN if choice == slots else p_RN.masked_fill(depths_RN > choice, 0.0))
+            even, ragged = _gains(p if choice == slots else np.where(depths > choice, 0.0, p))
             found = [
                 np.interp(grid, np.arange(len(even)), even),
                 np.interp(grid * rows, np.arange(len(ragged)), ragged),
@@ -141,12 +150,11 @@ class Budget:
             self._noted[index] = self._rounds
 
 
-def _gains(p_RN: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that may be expected to be accepted: of the first 0, 1, ... N of each row, and of the 0, 1, ... R * N most
-    probable ones of all."""
-    even = p_RN.sort(dim=-1, descending=True).values.double().sum(0).cumsum(0)
-    ragged = p_RN.flatten().sort(descending=True).values.double().cumsum(0)
-    return np.concatenate([[0.0], even.numpy()]), np.concatenate([[0.0], ragged.numpy()])
+def _gains(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens that may be expected to be accepted, by p [R, N]: of the first 0, 1, ... N of each row, and of the 0, 1,
+    ... R * N most probable ones of all."""
+    even, ragged = np.sort(p, axis=1)[:, ::-1].sum(0), np.sort(p, axis=None)[::-1]
+    return np.concatenate([[0.0], even.cumsum()]), np.concatenate([[0.0], ragged.cumsum()])
 
 
 def _depths(draft: Draft) -> Tensor:

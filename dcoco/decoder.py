@@ -160,8 +160,6 @@ class DCOCODecoder:
             if batch.draft_state is not None and self.drafter is not None:
                 committed = [tap.flatten(0, 1)[spots_Rn] for tap in result.taps]
                 self.drafter.observe(batch.draft_state, 0, committed, verdict.accepted + 1)
-            if budget is not None:
-                budget.learn(draft, counts, verdict.accepted)
         batch.drafted_slots = slots
         return verdict
 
@@ -181,8 +179,7 @@ class DCOCODecoder:
             return None
         if method not in self._budgets:
             costs = find_costs(self, method, self.max_rows)
-            reach = self.reach(method)
-            self._budgets[method] = Budget(costs, self.drafter.block_size, reach, reach, self.target.device)
+            self._budgets[method] = Budget(costs, self.drafter.block_size, self.reach(method))
         return self._budgets[method]
 
     def propose(self, batch: Batch, lengths: list[int], slots: int) -> Draft:
@@ -199,18 +196,17 @@ class DCOCODecoder:
         with batch.clock("correct"):
             batch.lattice_ids = lattice.ids
             ahead, sampled = batch.positions(slots), self.rule == "sampled"
-            calibration = None if batch.budget is None else batch.budget.calibration
             if batch.method == "top1" or self.corrector is None or self.token_table is None:
-                return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled, calibration)
+                return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled)
             recalled = None
             if self.recall:
                 lattice, recalled = recall(lattice, batch.text(), ahead[:, 0] - 1, max(lengths) - slots)
                 batch.lattice_ids = lattice.ids
             scores = self.corrector(lattice, self.token_table, recalled)
             if not self.branches(batch.method):
-                return walk(lattice, scores, batch.sampling, ahead, sampled, calibration)
+                return walk(lattice, scores, batch.sampling, ahead, sampled)
             limits, worth = torch.tensor(lengths, device=ahead.device), 0.0 if batch.budget else self.worth
-            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, recalled, worth, calibration)
+            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, recalled, worth)
 
     def _spend(self, batch: Batch, draft: Draft, lengths: list[int], slots: int) -> list[int]:
         """How many tokens of each row's draft are verified."""

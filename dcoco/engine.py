@@ -432,19 +432,24 @@ class Engine:
         begun, batch, requests = time.perf_counter(), self.batch, list(self.batch.requests)
         lengths = [self._draft_length(row, request) for row, request in enumerate(requests)]
         verdict = self.decoder.round(batch, lengths)
-        verified = self._commit(requests, lengths, verdict)
+        verified, accepted = self._commit(requests, lengths, verdict)
         if batch.budget is not None:
-            batch.budget.timed(batch.drafted_slots, verified, time.perf_counter() - begun)
+            batch.budget.learn(batch.drafted_slots, verified, accepted, time.perf_counter() - begun)
         self._free_rows()
         return requests
 
-    def _commit(self, requests: list[Request], lengths: list[int], verdict: Verdict) -> list[int]:
-        """Hand out what a round has decided, and make it count; returns how many drafted tokens of each row it saw."""
+    def _commit(
+        self, requests: list[Request], lengths: list[int], verdict: Verdict
+    ) -> tuple[list[int], list[list[int]]]:
+        """Hand out what a round has decided, and make it count.
+
+        Returns how many drafted tokens of each row were verified, and which of them were accepted.
+        """
         batch, columns = self.batch, verdict.tokens.shape[1]
         counts = [verdict.accepted[:, None], verdict.drafted[:, None]]
         path = [] if verdict.path is None else [verdict.path]
         read = torch.cat([*counts, verdict.tokens, *path], dim=1).tolist()  # the round's wait for the device
-        anchors, moves = [], []
+        anchors, moves, nodes = [], [], []
         for row, request in enumerate(requests):
             accepted, drafted, *rest = read[row]
             tokens, queries = rest[: accepted + 1], rest[columns : columns + accepted + 1]
@@ -458,11 +463,12 @@ class Engine:
                 request.trace.append(RoundTrace(start, taken, min(accepted, taken), candidates))
             moves += [(row, query, place) for place, query in enumerate(queries) if query != place]
             anchors.append(tokens[-1])
+            nodes.append([query - 1 for query in queries[1:]] if path else list(range(accepted)))
         batch.cache.keep(moves)
         for row, counted in enumerate(read):
             batch.cache.lengths[row] += counted[0] + 1
         batch.anchors = torch.tensor(anchors, device=batch.cache.device)
-        return [counted[1] for counted in read]
+        return [counted[1] for counted in read], nodes
 
     def _draft_length(self, row: int, request: Request) -> int:
         """How far the draft may reach: as far as the answer's and the drafter's limits allow."""

@@ -36,7 +36,6 @@ def grow(
     size: int,
     recalled: Recalled | None = None,
     worth: float = 0.0,
-    calibration: Tensor | None = None,
 ) -> Draft:
     """Choose the most probable nodes of each row, at most K a slot, none deeper than its limit; the best come first.
 
@@ -46,7 +45,6 @@ def grow(
         size: nodes at most.
         recalled: what the text recalls; where a path follows it through the whole lattice, it goes on beyond.
         worth: nodes less probable than this are left out.
-        calibration: float32 [D], what to add to the log-probability of a node of depth 1, 2, ...; must not rise.
     """
     rows, slots, candidates = lattice.ids.shape
     width = min(size, candidates)
@@ -84,8 +82,6 @@ def grow(
         parent, tokens = torch.cat([parent, parents_Rm], dim=1), torch.cat([tokens, recalled.beyond], dim=1)
         depth = torch.cat([depth, slots + 1 + ahead_m])
 
-    if calibration is not None:
-        log_probs = log_probs + calibration[depth - 1]
     log_probs = log_probs.masked_fill(depth > limits[:, None], -torch.inf)
     best_RN, node_RN = log_probs.topk(min(size, log_probs.shape[1]))
     valid_RN = best_RN > (math.log(worth) if worth else FLOOR)

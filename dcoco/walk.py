@@ -19,20 +19,12 @@ from drafters.base import Draft, Lattice
 from verifier.sampling import SamplingBatch, Stream, exponential_noise
 
 
-def walk(
-    lattice: Lattice,
-    scores: Scores,
-    batch: SamplingBatch,
-    positions: Tensor,
-    sampled: bool = False,
-    calibration: Tensor | None = None,
-) -> Draft:
+def walk(lattice: Lattice, scores: Scores, batch: SamplingBatch, positions: Tensor, sampled: bool = False) -> Draft:
     """Choose a path, and say how probable each of its beginnings is.
 
     Args:
         positions: int64 [R, n], the absolute position of each slot's token.
         sampled: draw with noise of its own and return q, for `verify_sampled`; else couple to the target's draw.
-        calibration: float32 [D], what to add to the log-probability of a path of length 1, 2, ...
     """
     rows = torch.arange(len(lattice.ids), device=lattice.ids.device)
     race = target_race(lattice, batch, positions, Stream.WALK if sampled else Stream.TARGET)
@@ -56,8 +48,7 @@ def walk(
     tokens = lattice.ids.gather(2, path_Rn[..., None]).squeeze(-1)
     if sampled:
         return Draft(tokens, lattice.ids, torch.stack(q, dim=1))
-    reach_Rn = torch.stack(log_probs, dim=1).cumsum(1)
-    return Draft(tokens, log_probs=reach_Rn if calibration is None else reach_Rn + calibration[: reach_Rn.shape[1]])
+    return Draft(tokens, log_probs=torch.stack(log_probs, dim=1).cumsum(1))
 
 
 def target_race(

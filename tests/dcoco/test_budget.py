@@ -1,7 +1,7 @@
 """The verification budget: it buys what brute force would buy, learns from what is accepted, never changes a text."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ DEAR = machine(10.0, 20.0, 5.0)  # it costs a whole pass
 
 
 def budget(costs=COSTS):
-    return Budget(costs, BLOCK, MOST, MOST)
+    return Budget(costs, BLOCK, MOST)
 
 
 def chain(*rows):
@@ -89,10 +89,8 @@ def drafted(chooser, p, accepted, rounds):
         found.append(slots)
         if not slots:
             continue
-        draft = chain([p**depth for depth in range(1, slots + 1)])
-        draft.log_probs += chooser.calibration[:slots]
-        counts = chooser.spend(draft, torch.tensor([MOST]), slots)
-        chooser.learn(draft, counts, torch.tensor([min(accepted, counts[0])]))
+        counts = chooser.spend(chain([p**depth for depth in range(1, slots + 1)]), torch.tensor([MOST]), slots)
+        chooser.learn(slots, counts, [list(range(min(accepted, counts[0])))], 10.0)
     return found
 
 
@@ -114,20 +112,32 @@ def test_probabilities_are_calibrated_by_what_is_accepted():
     chooser = budget(FREE)
     random = torch.Generator().manual_seed(0)
     for _ in range(600):
-        draft = chain([0.8, 0.64, 0.5])
-        draft.log_probs += chooser.calibration[:3]
-        kept = torch.rand(3, generator=random) < torch.tensor([0.4, 0.9, 0.9])  # the first is half as sure as it says
-        chooser.learn(draft, [3], kept.int().cumprod(0).sum()[None])
-    share = chooser.calibration.exp()
-    assert share[0].item() == pytest.approx(0.5, abs=0.12)
-    assert all(before >= after for before, after in pairwise(share))
+        counts = chooser.spend(chain([0.85, 0.3]), torch.tensor([MOST]), 8)
+        kept = torch.rand(2, generator=random) < torch.tensor([0.4, 0.5])  # of 0.85 only 0.4 come true
+        chooser.learn(8, counts, [list(range(int(kept.int().cumprod(0).sum())))], 10.0)
+    sure, unsure = chooser.calibrate(np.array([0.85, 0.3]))
+    assert sure == pytest.approx(0.4, abs=0.1) and unsure == pytest.approx(0.2, abs=0.1)
+    grid = chooser.calibrate(np.linspace(0, 1, 50))
+    assert (np.diff(grid) >= 0).all() and grid[0] == 0
+
+
+def test_a_tree_is_calibrated_by_the_nodes_that_were_accepted():
+    """Of two siblings the less probable one comes true, again and again."""
+    tree = Tree.build(torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.bool), 1)
+    draft = Draft(torch.tensor([[4, 5]]), log_probs=torch.tensor([[0.7, 0.3]]).log(), tree=tree)
+    chooser = budget(FREE)
+    for _ in range(300):
+        assert chooser.spend(draft, torch.tensor([1]), 8) == [2]
+        chooser.learn(8, [2], [[1]], 10.0)
+    assert chooser._tried[3] == chooser._accepted[3] > 40  # the class of 0.3
+    assert chooser._tried[6] > 40 > chooser._accepted[6] == 0
 
 
 def test_a_slow_round_is_learnt_and_a_hiccup_is_not():
     chooser = budget(FREE)
     for _ in range(50):
-        chooser.timed(0, [0], 12.0)
-    chooser.timed(0, [0], 900.0)
+        chooser.learn(0, [0], [[]], 12.0)
+    chooser.learn(0, [0], [[]], 900.0)
     assert chooser._drift[PLAIN] == pytest.approx(1.2, abs=0.01)
 
 
@@ -139,7 +149,8 @@ def test_a_kind_of_round_that_proves_slow_is_left_and_tried_again():
         even = len(set(counts)) == 1
         found.append(even)
         seconds = COSTS.of_even(4, np.array([4 + sum(counts)]))[0] + COSTS.of_draft(4, 8)
-        chooser.timed(8, counts, seconds if even else 1.5 * seconds)
+        said = [[0] * (count > 0) for count in counts]  # the first of each row is accepted
+        chooser.learn(8, counts, said, seconds if even else 1.5 * seconds)
     assert not found[0] and found.count(True) > 90 and not all(found[60:])
 
 
@@ -165,7 +176,7 @@ def test_the_text_is_the_targets_whatever_is_bought(costs, method):
     each = [SamplingParams(max_tokens=24, seed=seed, temperature=0.8 * (seed % 2)) for seed in range(12)]
     plain = decoder.generate(prompts(12, seed=3), each, "plain")
     decoder.adaptive = True
-    decoder._budgets[method] = Budget(costs, decoder.drafter.block_size, decoder.reach(method), decoder.reach(method))
+    decoder._budgets[method] = Budget(costs, decoder.drafter.block_size, decoder.reach(method))
     outputs = decoder.generate(prompts(12, seed=3), each, method)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert sum(output.stats.draft_tokens for output in outputs) > 0

@@ -80,9 +80,9 @@ def test_drafted_text_is_plain_text(data, family, shape, requests, rows, tree_si
     decoder.max_rows, decoder.tree_size, decoder.worth, decoder.recall = rows, tree_size, worth, recall
     given_prompts, each = [list(ids) for ids, _ in requests], [params for _, params in requests]
     method = data.draw(st.sampled_from(["dcoco", "dcoco", "walk", "top1"]))
-    decoder.adaptive, reach, block = a_token is not None, decoder.reach(method), decoder.drafter.block_size
+    decoder.adaptive = a_token is not None
     if a_token is not None:
-        decoder._budgets = {method: Budget(costs_of(a_token), block, reach, reach)}
+        decoder._budgets = {method: Budget(costs_of(a_token), decoder.drafter.block_size, decoder.reach(method))}
     plain = decoder.generate(given_prompts, each, "plain")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dcoco.engine.PREFILL_CHUNK", chunk)
