@@ -92,9 +92,11 @@ class Budget:
             tokens = rows + step * np.arange(len(gains))
             rates.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
         even, ragged = rates
-        if even.max() >= ragged.max():
-            return (p[:, : int(even.argmax())] > 0).sum(-1).tolist()
-        return (p >= np.sort(p, axis=None)[-int(ragged.argmax())]).sum(-1).tolist()
+        if even.max() >= ragged.max() or not ragged.argmax():
+            return (self._said[:, : int(even.argmax())] > 0).sum(-1).tolist()
+        # What was said tells tokens apart that calibration makes equal.
+        last = np.sort(self._said, axis=None)[-int(ragged.argmax())]
+        return (self._said >= last).sum(-1).tolist()
 
     def calibrate(self, said: np.ndarray) -> np.ndarray:
         """How often tokens are accepted whose drafts give them these probabilities; never lower for a higher one."""

@@ -132,10 +132,8 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
         within = [count for count in TOKENS if rows * count <= MOST or count <= 2]
         run([1] * rows)  # the first call allocates the cache
         costs.even.append([_seconds(run, [count] * rows, target.device) for count in within])
-        uneven = [spread(rows, count) for count in within]
-        costs.ragged.append(
-            costs.even[-1] if rows == 1 else [_seconds(run, tokens, target.device) for tokens in uneven]
-        )
+        uneven = [] if rows == 1 else [_seconds(run, spread(rows, count), target.device) for count in within[1:]]
+        costs.ragged.append([costs.even[-1][0], *(uneven or costs.even[-1][1:])])
         costs.draft.append([_seconds(draft, count, target.device) for count in slots])
     return costs
 

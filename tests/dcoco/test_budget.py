@@ -64,6 +64,22 @@ def test_what_is_bought_is_the_best_that_any_choice_could_buy():
         assert rate(counts) == pytest.approx(rate(best), rel=1e-6)
 
 
+def test_what_calibration_makes_equal_is_bought_in_its_order():
+    chooser = budget(Costs([3], [1, 2, 3], [[10.0, 50.0, 100.0]], [[10.0, 10.1, 100.0]], [8], [[1.0]]))
+    chooser._tried[:], chooser._accepted[:] = 1e6, 5e5  # whatever a draft says, half comes true
+    draft = chain([0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1])
+    assert chooser.spend(draft, torch.full((3,), MOST), 8) == [3, 0, 0]
+
+
+@pytest.mark.parametrize("drift", [(1.0, 1.0), (1.0, 0.9), (0.9, 1.0)])
+def test_nothing_is_bought_where_nothing_pays(drift):
+    dear = [[10.0, 20.0, 40.0], [40.0, 80.0, 160.0]]
+    chooser = budget(replace(COSTS, even=dear, ragged=dear))
+    chooser._drift[1:] = drift
+    draft = chain([0.2, 0.1], [0.1, 0.01], [0.3, 0.1])
+    assert chooser.spend(draft, torch.full((3,), MOST), 8) == [0, 0, 0]
+
+
 def test_no_draft_goes_beyond_its_limit():
     counts = budget(FREE).spend(chain([0.9, 0.8, 0.7], [0.9, 0.8, 0.7]), torch.tensor([2, 0]), 8)
     assert counts == [2, 0]
