@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -314,7 +315,9 @@ class Engine:
         it fail with an EngineError and the engine goes on with the others.
         """
         self._admit()
-        return self._attempt(self._prefill, self.arriving) + self._attempt(self._round, self.batch.requests)
+        counts = self._next_chunk()
+        begun = self._attempt(partial(self._prefill, counts), self.arriving[: len(counts)])
+        return begun + self._attempt(self._round, self.batch.requests)
 
     def _attempt(self, work: Callable[[], list[Request]], requests: list[Request]) -> list[Request]:
         taking_part = list(requests)
@@ -374,15 +377,19 @@ class Engine:
                     batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
                 batch.counts.start(row, request.prompt_ids)
 
-    def _prefill(self) -> list[Request]:
-        """Run the next chunk of the arriving prompts, first come first served; at its end each yields a token."""
-        batch, cache, first = self.batch, self.batch.cache, len(self.batch.requests)
+    def _next_chunk(self) -> list[int]:
+        """Tokens to run of each of the first arriving prompts, first come first served."""
         room, counts = PREFILL_CHUNK, []
-        for row, request in enumerate(self.arriving, start=first):
-            counts.append(min(room, len(request.prompt_ids) - cache.lengths[row]))
-            room -= counts[-1]
+        for row, request in enumerate(self.arriving, start=len(self.batch.requests)):
             if room == 0:
                 break
+            counts.append(min(room, len(request.prompt_ids) - self.batch.cache.lengths[row]))
+            room -= counts[-1]
+        return counts
+
+    def _prefill(self, counts: list[int]) -> list[Request]:
+        """Run so many tokens of the first arriving prompts; those that end with them yield their first token."""
+        batch, cache, first = self.batch, self.batch.cache, len(self.batch.requests)
         packing = Packing(counts, cache.device, cache.lengths[first : first + len(counts)], slack=1.0)
         starts = torch.tensor(cache.lengths[first : first + len(counts)], device=cache.device)
         columns = (starts[:, None] + batch.steps(packing.queries)).clamp(max=batch.history.shape[1] - 1)

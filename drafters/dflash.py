@@ -40,6 +40,7 @@ from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.linear import PackedLinear, pack_linears
+from verifier.packing import Packing
 from verifier.target import MaskMaker, Target
 
 
@@ -211,8 +212,10 @@ class DFlashDrafter(BlockDrafter):
         longest = max(counts)
         if longest == 0:
             return
-        positions_RQ, _ = state.cache.begin(first, len(counts), longest)
-        self.context([tap[:, :longest] for tap in taps], positions_RQ, state.cache)
+        packing = Packing(counts, state.cache.device, slack=1.0)
+        positions_RQ, _ = state.cache.begin(first, len(counts), longest, packing)
+        packed = [packing.pack(tap[:, :longest])[None] for tap in taps]
+        self.context(packed, packing.pack(positions_RQ)[None], state.cache)
         for row, count in enumerate(counts, first):
             state.cache.lengths[row] += count  # what was written past it belongs to rejected tokens
 
