@@ -20,7 +20,7 @@ def chats():
 
 @pytest.fixture(scope="module")
 def decoder():
-    return DCOCODecoder.from_pretrained("smollm2_135m", dtype="float32")
+    return DCOCODecoder.from_pretrained("smollm2_135m", dtype="float32", adaptive=False)
 
 
 @pytest.fixture(scope="module")
