@@ -85,7 +85,7 @@ def find_costs(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Cost
         "target": [target.config.to_json_string(), str(target.dtype), str(target.device)],
         "drafter": [type(drafter).__name__, drafter.block_size, len(drafter.taps)],
         "method": [method, decoder.tree_size, decoder.recall],
-        "machine": [platform.processor(), _cpu(), torch.get_num_threads(), torch.__version__],
+        "machine": [cpu_model(), torch.get_num_threads(), torch.__version__],
         "rows": max_rows,
     }
     file = cache_folder().parent / "costs" / f"{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
@@ -165,9 +165,10 @@ def _seconds(call: Callable[[Any], None], size: Any, device: torch.device) -> fl
     return min(times)
 
 
-def _cpu() -> str:
+def cpu_model() -> str:
+    """The name of this machine's processor, as far as the system tells."""
     try:
         with open("/proc/cpuinfo") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
-        return platform.machine()
+        return platform.processor() or platform.machine()

@@ -20,7 +20,7 @@ from verifier.sampling import SamplingBatch, Stream, exponential_noise
 
 
 def walk(lattice: Lattice, scores: Scores, batch: SamplingBatch, positions: Tensor, sampled: bool = False) -> Draft:
-    """Choose a path, and say how probable each of its beginnings is.
+    """Choose a path; unless it is sampled, say how probable each of its beginnings is.
 
     Args:
         positions: int64 [R, n], the absolute position of each slot's token.
@@ -41,9 +41,10 @@ def walk(lattice: Lattice, scores: Scores, batch: SamplingBatch, positions: Tens
             scores_RK = scores_RK / temperature_R[:, None]
             raced_RK = scores_RK - noise_RnK[:, slot]
         chosen.append(raced_RK.argmax(-1))
-        log_probs.append(raced_RK.amax(-1) - raced_RK.logsumexp(-1))
         if sampled:
             q.append(_one_hot_where_greedy(scores_RK.softmax(-1), chosen[-1], batch))
+        else:
+            log_probs.append(raced_RK.amax(-1) - raced_RK.logsumexp(-1))
     path_Rn = torch.stack(chosen, dim=1)
     tokens = lattice.ids.gather(2, path_Rn[..., None]).squeeze(-1)
     if sampled:

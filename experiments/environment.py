@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from dcoco.costs import cpu_model
+
 # A folder of its own: beside conf/target, Hydra would take `target=` for the choice of a config group.
 CONF = str(Path(__file__).resolve().parent.parent / "conf" / "experiments")
 
@@ -23,7 +25,7 @@ def describe() -> dict[str, Any]:
             "dcoco": _revision(),
         },
         "hardware": {
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -37,13 +39,3 @@ def _revision() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
