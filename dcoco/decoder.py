@@ -23,7 +23,7 @@ from dcoco.recall import recall
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
 from dcoco.tree import grow
 from dcoco.walk import walk
-from drafters.base import Draft, Drafter
+from drafters.base import Context, Draft, Drafter
 from drafters.registry import load_drafter
 from verifier.packing import Packing
 from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled, verify_tree
@@ -188,19 +188,20 @@ class DCOCODecoder:
         with batch.clock("draft"):
             if slots == 0 or self.drafter is None or batch.draft_state is None:
                 return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
-            lattice = self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots)
+            ahead, sampled = batch.positions(slots), self.rule == "sampled"
+            context = Context(batch.text(), ahead, batch.sampling, sampled)
+            lattice = self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots, context)
         if isinstance(lattice, Draft):
             return lattice
         if batch.budget is not None and slots < self.drafter.block_size:
             lattice = lattice.best(FEWER)
         with batch.clock("correct"):
             batch.lattice_ids = lattice.ids
-            ahead, sampled = batch.positions(slots), self.rule == "sampled"
             if batch.method == "top1" or self.corrector is None or self.token_table is None:
                 return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled)
             recalled = None
             if self.recall:
-                lattice, recalled = recall(lattice, batch.text(), ahead[:, 0] - 1, max(lengths) - slots)
+                lattice, recalled = recall(lattice, context.text, ahead[:, 0] - 1, max(lengths) - slots)
                 batch.lattice_ids = lattice.ids
             scores = self.corrector(lattice, self.token_table, recalled)
             if not self.branches(batch.method):

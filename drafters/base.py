@@ -1,14 +1,17 @@
 """What a drafter is: it sees what the target has just computed, and proposes the next tokens of every row.
 
-Shapes: S rows allocated, R rows of a call, Q tokens a row, n slots drafted, K candidates a slot, H hidden size.
+Shapes: S rows allocated, R rows of a call, Q tokens a row, n slots drafted, K candidates a slot, H hidden size,
+W tokens that a drafter can draft.
 """
 
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from verifier.cache import RaggedCache
+from verifier.sampling import SamplingBatch, Stream, exponential_noise, probabilities
 from verifier.tree import Tree
 
 
@@ -53,6 +56,53 @@ class Draft:
         return Draft(self.tokens[:, :longest], tree=tree)
 
 
+@dataclass
+class Pick:
+    """One token a row, chosen by a drafter that goes token by token."""
+
+    column: Tensor  # [R] int64, among the W tokens
+    log_prob: Tensor  # [R] float32: of its being the target's, as the drafter sees it
+    q: Tensor | None  # [R, W] float32: the distribution that it was drawn from, under the sampled walk
+
+
+@dataclass
+class Context:
+    """What a round tells its drafter about the rows, beyond their anchors and the target's cache."""
+
+    text: Tensor  # [R, L] int64: the tokens by position, prompt and answer up to the anchor, then anything
+    positions: Tensor  # [R, n] int64: the absolute positions of the tokens to be drafted
+    sampling: SamplingBatch
+    sampled: bool  # whether the rule is the sampled walk: then draws have noise of their own, and q is returned
+
+    def pick(self, logits: Tensor, slot: int, ids: Tensor) -> Pick:
+        """Choose the token of one slot (from 0) by the drafter's logits [R, W] of the tokens `ids` int64 [W].
+
+        Temperature and filters are the request's, as for the target (Leviathan et al. 2022, section 2.2). Greedy rows
+        take the best token. The others draw: with noise of their own under the sampled walk, else with the target's
+        (`dcoco/walk.py` says why).
+        """
+        batch, logits = self.sampling, logits.float()
+        if batch.all_greedy and not self.sampled:
+            scores, q = logits, None
+        else:
+            q = probabilities(logits[:, None], batch)[:, 0]
+            stream = Stream.WALK if self.sampled else Stream.TARGET
+            noise = exponential_noise(batch.seed, self.positions[:, slot : slot + 1], stream, ids)[:, 0]
+            greedy = (batch.temperature == 0)[:, None]
+            scores = torch.where(greedy, logits, q.log() - noise.log_())
+        best, column = scores.max(-1)
+        return Pick(column, best - scores.logsumexp(-1), q if self.sampled else None)
+
+
+def finish(picks: list[Pick], ids: Tensor) -> Draft:
+    """The draft of one pick a slot, among the tokens `ids` int64 [W]."""
+    columns_Rn = torch.stack([pick.column for pick in picks], dim=1)
+    q = [pick.q for pick in picks if pick.q is not None]
+    if q:
+        return Draft(ids[columns_Rn], ids.expand(*columns_Rn.shape, -1), torch.stack(q, dim=1))
+    return Draft(ids[columns_Rn], log_probs=torch.stack([pick.log_prob for pick in picks], dim=1).cumsum(1))
+
+
 class DraftState(Protocol):
     """What a drafter remembers of the rows of one engine."""
 
@@ -79,7 +129,9 @@ class Drafter(Protocol):
         Of row r the first `counts_R[r]` (int64, may be 0) tokens are committed; the rest is to be ignored.
         """
 
-    def draft(self, state: DraftState, anchors_R: Tensor, cache: RaggedCache, slots: int) -> Lattice | Draft:
+    def draft(
+        self, state: DraftState, anchors_R: Tensor, cache: RaggedCache, slots: int, context: Context
+    ) -> Lattice | Draft:
         """Propose `slots` tokens behind the anchors (int64 [R]) of rows `0 .. R - 1`.
 
         The cache is the target's; its lengths count everything before the anchors.

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters import block_attention
-from drafters.base import Lattice, TrainingBatch
+from drafters.base import Context, Lattice, TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.block_attention import BlockContext
 from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number, whole_numbers
@@ -260,7 +260,9 @@ class BlockDiffusionDrafter(BlockDrafter):
         old_RTH.copy_(torch.where((counts_R > 0)[:, None, None], new_RTH, old_RTH))
 
     @torch.inference_mode()
-    def draft(self, state: LastFeatures, anchors_R: Tensor, cache: RaggedCache, slots: int) -> Lattice:
+    def draft(
+        self, state: LastFeatures, anchors_R: Tensor, cache: RaggedCache, slots: int, context: Context | None = None
+    ) -> Lattice:
         assert self.head is not None, "prepare() comes before drafting"
         rows = len(anchors_R)
         features = state.features[:rows].unbind(1)

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from drafters.base import Lattice, TrainingBatch
+from drafters.base import Context, Lattice, TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.checkpoint import load_strictly, read_config, read_tensors
 from drafters.dflash_config import DFlashConfig
@@ -220,7 +220,9 @@ class DFlashDrafter(BlockDrafter):
             state.cache.lengths[row] += count  # what was written past it belongs to rejected tokens
 
     @torch.inference_mode()
-    def draft(self, state: DFlashState, anchors_R: Tensor, cache: RaggedCache, slots: int) -> Lattice:
+    def draft(
+        self, state: DFlashState, anchors_R: Tensor, cache: RaggedCache, slots: int, context: Context | None = None
+    ) -> Lattice:
         rows = len(anchors_R)
         if state.cache.lengths[:rows] != cache.lengths[:rows]:
             raise DrafterError(

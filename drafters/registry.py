@@ -16,11 +16,15 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
     """The drafter in `folder`, ready to draft for `target`.
 
     Ours name themselves and their target; published DFlash checkpoints do neither and are known by `dflash_config`.
+    A folder whose configuration is only {"base": another folder, relative to it} holds something that goes with that
+    folder's drafter (a corrector, say).
 
     Raises:
         DrafterError: files missing or truncated, unknown keys, tensors that don't fit, or another target's drafter.
     """
     config = read_config(folder)
+    if set(config) == {"base"}:
+        return load_drafter(folder / str(config["base"]), target, tokenizer)
     name = config.get("drafter", "dflash" if "dflash_config" in config else None)
     if not isinstance(name, str) or name not in DRAFTERS:
         raise DrafterError(f"{folder / 'config.json'}: drafter={name!r} is unknown; known are {', '.join(DRAFTERS)}")

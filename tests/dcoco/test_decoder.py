@@ -72,7 +72,7 @@ def test_a_drafter_that_knows_the_answer_is_accepted_whole():
     truth = decoder.generate([prompt], SamplingParams(max_tokens=31), "plain")[0].token_ids
     draft = decoder.drafter.draft
 
-    def oracle(state, anchors, cache, slots):
+    def oracle(state, anchors, cache, slots, context):
         lattice = draft(state, anchors, cache, slots)
         start = cache.lengths[0] - len(prompt) + 1
         lattice.ids[0, :, 0] = torch.tensor((truth + [0] * slots)[start : start + slots])

@@ -31,7 +31,7 @@ def informed(temperature):
     text = decoder.generate([PROMPT], params(temperature, max_tokens=60), "plain")[0].token_ids
     draft = decoder.drafter.draft
 
-    def told(state, anchors, cache, slots):
+    def told(state, anchors, cache, slots, context):
         lattice = draft(state, anchors, cache, slots)
         for row, length in enumerate(cache.lengths[: len(anchors)]):
             for slot, index in enumerate(range(length - len(PROMPT) + 1, min(length - len(PROMPT) + 1 + slots, 60))):

@@ -95,7 +95,7 @@ class Life:
         patch.setattr(decoder.target, "forward", failing)
         propose = decoder.drafter.draft
 
-        def knowing(state, anchors, cache, slots):
+        def knowing(state, anchors, cache, slots, context):
             """Most drafts know the answer, so that they are accepted whole, in part and not at all."""
             lattice = propose(state, anchors, cache, slots)
             for row, request in enumerate(self.engine.batch.requests):
