@@ -7,8 +7,9 @@ rows compete: they are verified in the order of their probability, as many as ma
 
 largest; or every row gets as many verified as the others, where the faster pass makes up for it. The expectation is
 the sum of the tokens' path probabilities, calibrated by how often tokens of that probability were accepted before. How
-many slots are drafted at all is settled before, by what drafts of each length have promised lately; none is plain
-decoding. Under rule match the text is the same whatever is chosen (`verifier/rejection.py`).
+many slots are drafted at all is settled before, by what drafts of each length have promised lately, against what the
+text recalls at no cost; with neither a round is plain decoding. Under rule match the text is the same whatever is
+chosen (`verifier/rejection.py`).
 
 Shapes: R rows, N drafted tokens a row.
 """
@@ -46,8 +47,9 @@ class Budget:
         self.costs = costs
         self.choices = sorted({max(1, block >> halved) for halved in range(3)})
         self._middles = (EDGES[:-1] + EDGES[1:]) / 2
-        self._tried = np.zeros(len(self._middles))  # by class: tokens verified lately
-        self._accepted = np.zeros(len(self._middles))
+        # By source (0: recalled, 1: drafted) and class: tokens verified lately, and how many of them were accepted.
+        self._tried = np.zeros((2, len(self._middles)))
+        self._accepted = np.zeros((2, len(self._middles)))
         self._said = np.empty((0, 0))  # [R, N]: the last draft's own probabilities
         # By choice, and evenly or not: tokens that a row may expect to get accepted if 0, 1, 2, ... a row are verified.
         self._promise = np.zeros((len(self.choices), 2, most + 1))
@@ -55,13 +57,20 @@ class Budget:
         self._drift = np.ones(3)  # how much longer rounds take than was measured: PLAIN, EVEN and RAGGED ones
         self._rounds = 0
 
-    def slots(self, rows: int) -> int:
-        """How many slots the next round should draft for each of so many rows; 0: none."""
+    def slots(self, recalled: Draft, limits: Tensor) -> int:
+        """How many slots the next round should draft; 0: none, what the text recalls is the draft.
+
+        Args:
+            recalled: with `log_probs` [R, N], where N may be 0.
+            limits: int64 [R], how deep each row's draft may go.
+        """
         self._rounds += 1
         if np.isinf(self._noted[-1]) or self._rounds % PROBE == 0:
             return self.choices[-1]
+        said = _said(recalled, _depths(recalled), limits)
+        rows, best = len(said), 0
+        rate = max(float(rates.max()) for rates in self._rates(self.calibrate(said, 0), 0.0))
         tokens = rows * np.arange(1, self._promise.shape[2] + 1)
-        best, rate = 0, rows / (float(self.costs.of_even(rows, np.asarray(rows))) * self._drift[PLAIN])
         for choice, promises in zip(self.choices, self._promise, strict=True):
             drafting = self.costs.of_draft(rows, choice)
             for promise, (cost, drift) in zip(promises, self._passes(), strict=True):
@@ -76,32 +85,28 @@ class Budget:
         Args:
             draft: with `log_probs` [R, N], the most probable of each row first.
             limits: int64 [R], how deep each row's draft may go.
-            slots: that were drafted.
+            slots: that were drafted; 0 for what the text recalls.
         """
-        assert draft.log_probs is not None
-        rows, most = draft.log_probs.shape
         depths_RN = _depths(draft)
-        said = draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0)
-        self._said = said.cpu().double().numpy()
+        self._said = _said(draft, depths_RN, limits)
+        rows, most = self._said.shape
         if most == 0:
             return [0] * rows
-        p = self.calibrate(self._said)
-        self._remember(p, depths_RN.cpu().numpy(), slots)
-        drafting, rates = self.costs.of_draft(rows, slots), []
-        for gains, step, (cost, drift) in zip(_gains(p), (rows, 1), self._passes(), strict=True):
-            tokens = rows + step * np.arange(len(gains))
-            rates.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
-        even, ragged = rates
+        p = self.calibrate(self._said, min(slots, 1))
+        if slots:
+            self._remember(p, depths_RN.cpu().numpy(), slots)
+        even, ragged = self._rates(p, self.costs.of_draft(rows, slots) if slots else 0.0)
         if even.max() >= ragged.max() or not ragged.argmax():
             return (self._said[:, : int(even.argmax())] > 0).sum(-1).tolist()
         # What was said tells tokens apart that calibration makes equal.
         last = np.sort(self._said, axis=None)[-int(ragged.argmax())]
         return (self._said >= last).sum(-1).tolist()
 
-    def calibrate(self, said: np.ndarray) -> np.ndarray:
-        """How often tokens are accepted whose drafts give them these probabilities; never lower for a higher one."""
-        weights = self._tried + PRIOR
-        rates = isotonic_regression((self._accepted + PRIOR * self._middles) / weights, weights=weights).x
+    def calibrate(self, said: np.ndarray, source: int) -> np.ndarray:
+        """How often tokens are accepted whose drafts (0: recalled, 1: drafted) give them these probabilities; never
+        lower for a higher one."""
+        weights = self._tried[source] + PRIOR
+        rates = isotonic_regression((self._accepted[source] + PRIOR * self._middles) / weights, weights=weights).x
         return np.interp(said, [0.0, *self._middles, 1.0], [0.0, *rates, rates[-1]])
 
     def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float) -> None:
@@ -114,15 +119,16 @@ class Budget:
             seconds: that the round took.
         """
         rows, verified = len(counts), sum(counts)
-        if slots and len(self._said) == rows:
-            kind_of = np.searchsorted(EDGES, self._said, side="right").clip(1, len(self._middles)) - 1
+        if len(self._said) == rows:
+            source, classes = min(slots, 1), len(self._middles)
+            kind_of = np.searchsorted(EDGES, self._said, side="right").clip(1, classes) - 1
             seen = np.arange(self._said.shape[1]) < np.array(counts)[:, None]
             hits = [kind_of[row, node] for row, nodes in enumerate(accepted) for node in nodes]
-            self._tried = MEMORY * self._tried + np.bincount(kind_of[seen], minlength=len(self._tried))
-            self._accepted = MEMORY * self._accepted + np.bincount(
-                np.array(hits, dtype=np.int64), minlength=len(self._tried)
-            )
-        kind = PLAIN if not slots else EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
+            for counted, found in ((self._tried, kind_of[seen]), (self._accepted, np.array(hits, dtype=np.int64))):
+                counted[source] = MEMORY * counted[source] + np.bincount(found, minlength=classes)
+        kind = (
+            PLAIN if not slots + verified else EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
+        )
         cost = self.costs.of_ragged if kind == RAGGED else self.costs.of_even
         expected = float(cost(rows, np.asarray(rows + verified)))
         expected += self.costs.of_draft(rows, slots) if slots else 0.0
@@ -131,6 +137,17 @@ class Budget:
             if kind != PLAIN:  # what isn't tried is forgotten, so that it's tried again
                 other = EVEN + RAGGED - kind
                 self._drift[other] += (1.0 - MEMORY) * (self._drift[kind] - self._drift[other])
+
+    def _rates(self, p: np.ndarray, drafting: float) -> tuple[np.ndarray, np.ndarray]:
+        """Expected tokens a second if 0, 1, 2, ... tokens of each row are verified, or of all rows together, by the
+        probabilities p [R, N] of drafts that took so many seconds."""
+        rows, found = len(p), []
+        for gains, step, (cost, drift) in zip(_gains(p), (rows, 1), self._passes(), strict=True):
+            tokens = rows + step * np.arange(len(gains))
+            found.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
+            if not drafting:
+                found[-1][0] = rows / (float(self.costs.of_even(rows, tokens[:1])[0]) * self._drift[PLAIN])
+        return found[0], found[1]
 
     def _passes(self) -> list[tuple[Callable[[int, np.ndarray], np.ndarray], float]]:
         """Costs and drift of even and of ragged rounds."""
@@ -157,6 +174,12 @@ def _gains(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ... R * N most probable ones of all."""
     even, ragged = np.sort(p, axis=1)[:, ::-1].sum(0), np.sort(p, axis=None)[::-1]
     return np.concatenate([[0.0], even.cumsum()]), np.concatenate([[0.0], ragged.cumsum()])
+
+
+def _said(draft: Draft, depths_RN: Tensor, limits: Tensor) -> np.ndarray:
+    """The draft's own probabilities [R, N], 0 beyond the limits [R]."""
+    assert draft.log_probs is not None
+    return draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0).cpu().double().numpy()
 
 
 def _depths(draft: Draft) -> Tensor:

@@ -127,7 +127,7 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
             target.logits(result.hidden).max(-1)
 
         def draft(slots: int, batch: Batch = batch) -> None:
-            decoder.propose(batch, [slots] * len(batch.requests), slots)
+            decoder.propose(batch, [slots] * len(batch.requests))
 
         within = [count for count in TOKENS if rows * count <= MOST or count <= 2]
         run([1] * rows)  # the first call allocates the cache

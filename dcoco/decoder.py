@@ -18,8 +18,8 @@ from dcoco.corrector import Corrector, Scores, load_corrector
 from dcoco.costs import find_costs
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
-from dcoco.output import Chunk, RequestOutput
-from dcoco.recall import recall
+from dcoco.output import PHASES, Chunk, RequestOutput
+from dcoco.recall import Continuation, continuation, recall
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
 from dcoco.tree import grow
 from dcoco.walk import walk
@@ -137,10 +137,9 @@ class DCOCODecoder:
 
         Row r's draft reaches at most `lengths[r]` tokens beyond its anchor; with all of them 0 this is plain decoding.
         """
-        budget, device = batch.budget, batch.cache.device
-        block = self.drafter.block_size if self.drafter else 0
-        slots = min(max(lengths), block if budget is None else budget.slots(len(lengths)))
-        draft = self.propose(batch, lengths, slots)
+        device = batch.cache.device
+        batch.phase_seconds = dict.fromkeys(PHASES, 0.0)
+        draft, slots = self.propose(batch, lengths)
         with batch.clock("verify"):
             counts = self._spend(batch, draft, lengths, slots)
             verified = draft if draft.q is not None else draft.first(counts)
@@ -182,32 +181,42 @@ class DCOCODecoder:
             self._budgets[method] = Budget(costs, self.drafter.block_size, self.reach(method))
         return self._budgets[method]
 
-    def propose(self, batch: Batch, lengths: list[int], slots: int) -> Draft:
-        """Draft blocks of `slots` tokens behind all anchors and choose from them, no further than `lengths`."""
+    def propose(self, batch: Batch, lengths: list[int]) -> tuple[Draft, int]:
+        """What to verify behind all anchors, no further than `lengths`, and how many slots were drafted for it."""
         batch.lattice_ids = None
+        nothing = batch.anchors.new_empty(len(batch.anchors), 0)
+        if self.drafter is None or batch.draft_state is None or not max(lengths):
+            return Draft(nothing), 0
+        text, budget, limits = batch.text(), batch.budget, torch.tensor(lengths, device=batch.cache.device)
+        found = Continuation(nothing, batch.anchors)
+        with batch.clock("correct"):
+            if self.recall and self.corrector is not None and batch.method != "top1":
+                found = continuation(text, batch.positions(1)[:, 0] - 1, max(lengths))
+            recalled = found.draft()
+        slots = min(max(lengths), self.drafter.block_size if budget is None else budget.slots(recalled, limits))
+        if slots == 0:
+            return recalled, 0
         with batch.clock("draft"):
-            if slots == 0 or self.drafter is None or batch.draft_state is None:
-                return Draft(batch.anchors.new_empty(len(batch.anchors), 0))
             ahead, sampled = batch.positions(slots), self.rule == "sampled"
-            context = Context(batch.text(), ahead, batch.sampling, sampled)
+            context = Context(text, ahead, batch.sampling, sampled)
             lattice = self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots, context)
         if isinstance(lattice, Draft):
-            return lattice
-        if batch.budget is not None and slots < self.drafter.block_size:
+            return lattice, slots
+        if budget is not None and slots < self.drafter.block_size:
             lattice = lattice.best(FEWER)
         with batch.clock("correct"):
             batch.lattice_ids = lattice.ids
             if batch.method == "top1" or self.corrector is None or self.token_table is None:
-                return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled)
-            recalled = None
+                return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled), slots
+            on_lattice = None
             if self.recall:
-                lattice, recalled = recall(lattice, context.text, ahead[:, 0] - 1, max(lengths) - slots)
+                lattice, on_lattice = recall(lattice, found)
                 batch.lattice_ids = lattice.ids
-            scores = self.corrector(lattice, self.token_table, recalled)
+            scores = self.corrector(lattice, self.token_table, on_lattice)
             if not self.branches(batch.method):
-                return walk(lattice, scores, batch.sampling, ahead, sampled)
-            limits, worth = torch.tensor(lengths, device=ahead.device), 0.0 if batch.budget else self.worth
-            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, recalled, worth)
+                return walk(lattice, scores, batch.sampling, ahead, sampled), slots
+            worth = 0.0 if budget else self.worth
+            return grow(lattice, scores, batch.sampling, ahead, limits, self.tree_size, on_lattice, worth), slots
 
     def _spend(self, batch: Batch, draft: Draft, lengths: list[int], slots: int) -> list[int]:
         """How many tokens of each row's draft are verified."""

@@ -215,7 +215,7 @@ class Batch:
         """Note the time of a phase of the round (host time: on a GPU, of launching it)."""
         begun = time.perf_counter()
         yield
-        self.phase_seconds[phase] = time.perf_counter() - begun
+        self.phase_seconds[phase] += time.perf_counter() - begun
 
 
 class Engine:

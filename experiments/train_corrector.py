@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from dcoco.corrector import Corrector, CorrectorConfig, Scores, save_corrector, with_anchor
 from dcoco.decoder import TREE_SIZE
-from dcoco.recall import Recalled, recall
+from dcoco.recall import Recalled, continuation, recall
 from dcoco.targets import load_target
 from dcoco.tree import grow
 from dcoco.walk import walk
@@ -149,7 +149,8 @@ def lattices(drafter: Any, batch: TrainingBatch, labels_RAn: Tensor) -> Blocks:
     keep = (labels[:, 0] >= 0).nonzero().squeeze(1)
     fields = (lattice.anchors, lattice.anchor_hidden, lattice.ids, lattice.log_probs, lattice.hidden)
     texts = batch.ids[keep // batch.anchors.shape[1]]
-    lattice, recalled = recall(Lattice(*(value[keep] for value in fields)), texts, batch.anchors.flatten()[keep])
+    found = continuation(texts, batch.anchors.flatten()[keep], lattice.ids.shape[1])
+    lattice, recalled = recall(Lattice(*(value[keep] for value in fields)), found)
     return Blocks(replace(lattice, ids=lattice.ids.int()), recalled, labels[keep])
 
 

@@ -67,7 +67,7 @@ def test_what_is_bought_is_the_best_that_any_choice_could_buy():
 def test_what_calibration_makes_equal_is_bought_in_its_order():
     chooser = budget(Costs([3], [1, 2, 3], [[10.0, 50.0, 100.0]], [[10.0, 10.1, 100.0]], [8], [[1.0]]))
     # The surer a draft, the less comes true: calibration takes all for equal.
-    chooser._tried[:], chooser._accepted[:] = 1e6, np.linspace(9e5, 1e5, len(chooser._tried))
+    chooser._tried[:], chooser._accepted[:] = 1e6, np.linspace(9e5, 1e5, chooser._tried.shape[1])
     draft = chain([0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1])
     assert chooser.spend(draft, torch.full((3,), MOST), 8) == [3, 0, 0]
 
@@ -98,11 +98,14 @@ def test_a_tree_is_cut_by_probability_and_limited_by_depth():
     assert torch.equal(first.tree.depths, tree.depths[:, :4])
 
 
+NOTHING = Draft(torch.empty(1, 0, dtype=torch.int64), log_probs=torch.empty(1, 0))
+
+
 def drafted(chooser, p, accepted, rounds):
     """Rounds of one row whose drafts promise p a token; returns the slots that they drafted."""
     found = []
     for _ in range(rounds):
-        slots = chooser.slots(1)
+        slots = chooser.slots(NOTHING, torch.tensor([MOST]))
         found.append(slots)
         if not slots:
             continue
@@ -119,6 +122,32 @@ def test_a_machine_with_time_to_spare_drafts_whole_blocks_and_a_busy_one_none():
     assert found.count(BLOCK) > 1
 
 
+def test_what_the_text_recalls_is_verified_where_drafting_does_not_pay():
+    chooser, limits = budget(machine(10.0, 12.0, 9.0)), torch.tensor([MOST])
+    drafted(chooser, 0.5, 1, 5)
+    sure, unsure = chain([0.9, 0.85, 0.8]), chain([0.1, 0.05, 0.01])
+    assert chooser.slots(sure, limits) == chooser.slots(unsure, limits) == 0
+    assert chooser.spend(unsure, limits, 0) == [0]
+    assert chooser.spend(sure, limits, 0) == [3]
+    assert chooser.spend(sure, torch.tensor([2]), 0) == [2]
+
+
+def test_what_is_recalled_wins_over_drafting_only_where_it_is_surer():
+    chooser, limits = budget(machine(10.0, 11.0, 3.0)), torch.tensor([MOST])
+    drafted(chooser, 0.8, 3, 20)
+    sure, unsure = chain([0.97**depth for depth in range(1, MOST)]), chain([0.3, 0.1])
+    assert chooser.slots(sure, limits) == 0
+    assert chooser.slots(unsure, limits) == BLOCK
+
+
+def test_what_is_recalled_is_calibrated_apart():
+    chooser = budget(FREE)
+    for _ in range(100):
+        chooser.spend(chain([0.9]), torch.tensor([MOST]), 0)
+        chooser.learn(0, [1], [[]], 10.0)
+    assert chooser.calibrate(np.array([0.9]), 0) < 0.2 and chooser.calibrate(np.array([0.9]), 1) > 0.7
+
+
 def test_drafting_comes_back_when_it_pays_again():
     chooser = budget(machine(10.0, 15.0, 2.0))
     assert drafted(chooser, 0.1, 0, 3 * PROBE - 1)[-2:] == [0, 0]
@@ -132,9 +161,9 @@ def test_probabilities_are_calibrated_by_what_is_accepted():
         counts = chooser.spend(chain([0.85, 0.3]), torch.tensor([MOST]), 8)
         kept = torch.rand(2, generator=random) < torch.tensor([0.4, 0.5])  # of 0.85 only 0.4 come true
         chooser.learn(8, counts, [list(range(int(kept.int().cumprod(0).sum())))], 10.0)
-    sure, unsure = chooser.calibrate(np.array([0.85, 0.3]))
+    sure, unsure = chooser.calibrate(np.array([0.85, 0.3]), 1)
     assert sure == pytest.approx(0.4, abs=0.1) and unsure == pytest.approx(0.2, abs=0.1)
-    grid = chooser.calibrate(np.linspace(0, 1, 50))
+    grid = chooser.calibrate(np.linspace(0, 1, 50), 1)
     assert (np.diff(grid) >= 0).all() and grid[0] == 0
 
 
@@ -146,8 +175,8 @@ def test_a_tree_is_calibrated_by_the_nodes_that_were_accepted():
     for _ in range(300):
         assert chooser.spend(draft, torch.tensor([1]), 8) == [2]
         chooser.learn(8, [2], [[1]], 10.0)
-    assert chooser._tried[3] == chooser._accepted[3] > 40  # the class of 0.3
-    assert chooser._tried[6] > 40 > chooser._accepted[6] == 0
+    assert chooser._tried[1, 3] == chooser._accepted[1, 3] > 40  # the class of 0.3
+    assert chooser._tried[1, 6] > 40 > chooser._accepted[1, 6] == 0
 
 
 def test_a_slow_round_is_learnt_and_a_hiccup_is_not():

@@ -3,7 +3,7 @@
 import torch
 
 from dcoco.corrector import Corrector, CorrectorConfig
-from dcoco.recall import LONGEST, SUFFIX, Recalled, continuation, recall
+from dcoco.recall import LONGEST, RIGHT, SUFFIX, Continuation, Recalled, continuation, recall
 from tests.dcoco.test_walk import CANDIDATES, HIDDEN, ROWS, SLOTS, lattice
 
 
@@ -32,12 +32,21 @@ def test_the_longest_and_latest_match_goes_on():
         for row, text in enumerate(rows):
             garbage[row, : len(text)] = torch.tensor(text)
         anchors = torch.tensor([len(text) - 1 for text in rows])
-        tokens, matched = continuation(garbage, anchors, 6)
+        found = continuation(garbage, anchors, 6)
         for row, text in enumerate(rows):
             expected, length = reference(text, 6)
-            assert matched[row] == length
+            assert found.matched[row] == length
             if length:
-                assert tokens[row].tolist() == expected, (vocabulary, text)
+                assert found.tokens[row].tolist() == expected, (vocabulary, text)
+
+
+def test_what_is_recalled_is_a_draft_the_surer_the_longer_the_match():
+    found = Continuation(torch.tensor([[5, 6, 7]] * 3), torch.tensor([0, 1, SUFFIX]))
+    p = found.draft().log_probs.exp()
+    assert found.draft().tokens is found.tokens
+    assert p[0].tolist() == [0, 0, 0]  # nothing recalled
+    torch.testing.assert_close(p[1], torch.tensor(RIGHT[:3]).cumprod(0))
+    torch.testing.assert_close(p[2], torch.tensor(RIGHT[SUFFIX - 1 :][:3]).cumprod(0))
 
 
 def test_recalled_tokens_are_candidates_and_candidates_stay_distinct():
@@ -45,7 +54,7 @@ def test_recalled_tokens_are_candidates_and_candidates_stay_distinct():
     known = given.ids[1, 0, 2].item()
     # Row 0: nothing recalled. Row 1: a known candidate of slot 1, then strangers. Row 2: strangers only.
     history = torch.tensor([[21, 22, 23, 24, 25, 1], [22, 2, known, 29, 22, 2], [3, 3, 28, 26, 3, 3]])
-    found, recalled = recall(given, history, torch.full((ROWS,), 5))
+    found, recalled = recall(given, continuation(history, torch.full((ROWS,), 5), SLOTS))
     assert recalled.matched[0].tolist() == [0] * SLOTS
     assert torch.equal(found.ids[0], given.ids[0])
     assert recalled.matched[1].tolist() == [2, 3, 4, 5]
@@ -58,7 +67,7 @@ def test_recalled_tokens_are_candidates_and_candidates_stay_distinct():
 
 def test_long_matches_count_up_to_a_limit():
     given = lattice()
-    _, recalled = recall(given, torch.full((ROWS, 40), 5), torch.full((ROWS,), 39))
+    _, recalled = recall(given, continuation(torch.full((ROWS, 40), 5), torch.full((ROWS,), 39), SLOTS))
     assert recalled.matched[0].tolist() == [min(SUFFIX + slot, LONGEST) for slot in range(SLOTS)]
 
 
