@@ -134,7 +134,7 @@ def test_what_the_text_recalls_is_verified_where_drafting_does_not_pay():
 
 def test_what_is_recalled_wins_over_drafting_only_where_it_is_surer():
     chooser, limits = budget(machine(10.0, 11.0, 3.0)), torch.tensor([MOST])
-    drafted(chooser, 0.8, 3, 20)
+    drafted(chooser, 0.9, 8, 20)
     sure, unsure = chain([0.97**depth for depth in range(1, MOST)]), chain([0.3, 0.1])
     assert chooser.slots(sure, limits) == 0
     assert chooser.slots(unsure, limits) == BLOCK
@@ -143,9 +143,9 @@ def test_what_is_recalled_wins_over_drafting_only_where_it_is_surer():
 def test_what_is_recalled_is_calibrated_apart():
     chooser = budget(FREE)
     for _ in range(100):
-        chooser.spend(chain([0.9]), torch.tensor([MOST]), 0)
+        chooser.spend(chain([0.85]), torch.tensor([MOST]), 0)
         chooser.learn(0, [1], [[]], 10.0)
-    assert chooser.calibrate(np.array([0.9]), 0) < 0.2 and chooser.calibrate(np.array([0.9]), 1) > 0.7
+    assert chooser.calibrate(np.array([0.85]), 0) < 0.3 and chooser.calibrate(np.array([0.85]), 1) > 0.7
 
 
 def test_drafting_comes_back_when_it_pays_again():
