@@ -210,6 +210,20 @@ class Batch:
         if self.draft_state is not None:
             self.draft_state.move(source, target)
 
+    def reset(self, row: int) -> None:
+        """Forget a row."""
+        self.cache.lengths[row] = 0
+        if self.draft_state is not None:
+            self.draft_state.reset(row)
+
+    def clean(self, used: int) -> None:
+        """Zero what a failed pass may have left behind the texts of the `used` first rows, and in all other rows."""
+        for row in range(used, self.cache.rows):
+            self.reset(row)
+        self.cache.clean()
+        if self.draft_state is not None:
+            self.draft_state.clean()
+
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
         """Note the time of a phase of the round (host time: on a GPU, of launching it)."""
@@ -368,10 +382,8 @@ class Engine:
             request, row = self.waiting.popleft(), self.running
             request.begun = time.perf_counter()
             self.arriving.append(request)
-            batch.cache.lengths[row] = 0
+            batch.reset(row)
             batch.history[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids, device=self.target.device)
-            if batch.draft_state is not None:
-                batch.draft_state.reset(row)
             if has_penalty(request.params):
                 if batch.counts is None:
                     batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
@@ -491,6 +503,7 @@ class Engine:
                 request.error = EngineError(f"the request failed in a pass of the model: {error!r}; send it again")
                 request.error.__cause__ = error
         self._free_rows()
+        self.batch.clean(self.running)
         return requests
 
     def _free_rows(self) -> None:

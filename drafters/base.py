@@ -62,6 +62,9 @@ class DraftState(Protocol):
     def reset(self, row: int) -> None:
         """Forget a row: another request takes it over."""
 
+    def clean(self) -> None:
+        """Zero what doesn't count and is computed with all the same: a pass that failed may have left NaN."""
+
 
 class Drafter(Protocol):
     """Proposes the next tokens of every row from what the target has computed."""

@@ -82,6 +82,9 @@ class LastFeatures:
     def reset(self, row: int) -> None:
         self.features[row] = 0
 
+    def clean(self) -> None:
+        pass  # rows are computed apart from each other, and a reset one is zero
+
 
 class BlockDiffusionDrafter(BlockDrafter):
     """Drafts a block in one pass over copies of the target's layers.

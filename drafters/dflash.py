@@ -57,6 +57,10 @@ class DFlashState:
     def reset(self, row: int) -> None:
         self.cache.lengths[row] = 0
 
+    @torch.inference_mode()
+    def clean(self) -> None:
+        self.cache.clean()
+
 
 class DFlashDrafter(BlockDrafter):
     """Drafts a block in one pass over layers of its own, which attend to fused features of the target.

@@ -343,6 +343,35 @@ def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
         arriving[0].result()
 
 
+@pytest.mark.parametrize("moment", ["prompt", "round"])
+@pytest.mark.parametrize("make", [tiny_decoder, dflash_decoder])
+def test_a_failed_pass_leaves_no_nan_in_any_row(monkeypatch, caplog, make, moment):
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 50)
+    decoder, given = make("qwen3"), [[5] * 50, [6] * 9, [7] * 60, [8] * 3, [9] * 20]
+    engine, plain = Engine(decoder, max_num_seqs=3), plain_ids(decoder, given)
+    requests = [engine.submit(ids, LONG) for ids in given[:2]]  # one chunk each
+    if moment == "round":
+        engine.step()
+        engine.step()
+    observe = decoder.drafter.observe
+    poison = decoder.target.embedding.register_forward_hook(lambda module, args, output: output * torch.nan)
+
+    def fail(*args):
+        observe(*args)
+        poison.remove()
+        monkeypatch.setattr(decoder.drafter, "observe", observe)
+        raise RuntimeError("bad luck")
+
+    monkeypatch.setattr(decoder.drafter, "observe", fail)
+    engine.step()
+    requests += [engine.submit(ids, LONG) for ids in given[2:]]
+    while engine.busy:
+        engine.step()
+    assert [request.error is None for request in requests] == [False, moment == "prompt", True, True, True]
+    found = [(index, request.token_ids) for index, request in enumerate(requests) if request.error is None]
+    assert found == [(index, plain[index]) for index, _ in found]
+
+
 def test_queue_limits_count_free_rows_and_all_answers():
     engine = Engine(tiny_decoder(), max_num_seqs=2, max_waiting=1)
     two = SamplingParams(max_tokens=4, n=2, seed=2**63 - 1, temperature=1.0)
