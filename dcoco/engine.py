@@ -90,19 +90,26 @@ class Request:
                 return
 
     def commit(self, token_ids: list[int], eos_ids: frozenset[int]) -> int:
-        """Append tokens until one ends the request; returns how many were taken."""
-        for count, token in enumerate(token_ids, start=1):
-            self.token_ids.append(token)
-            stops = self.params.stop_token_ids or ()
-            ended = token in stops or (token in eos_ids and not self.params.ignore_eos)
-            text = "" if ended else self._detokenizer.push(token)
-            if ended or self._detokenizer.stopped or len(self.token_ids) == self.limit:
-                text += self._detokenizer.finish()
+        """Append tokens until one ends the request; returns how many were taken.
+
+        Where the tokenizer can't make text of one, this request fails and no other.
+        """
+        before = len(self.token_ids)
+        try:
+            for token in token_ids:
+                stops = self.params.stop_token_ids or ()
+                ended = token in stops or (token in eos_ids and not self.params.ignore_eos)
+                text = "" if ended else self._detokenizer.push(token)
+                self.token_ids.append(token)
                 self._pending_text += text
-                self.finish("stop" if ended or self._detokenizer.stopped else "length")
-                return count
-            self._pending_text += text
-        return len(token_ids)
+                if ended or self._detokenizer.stopped or len(self.token_ids) == self.limit:
+                    self._pending_text += self._detokenizer.finish()
+                    self.finish("stop" if ended or self._detokenizer.stopped else "length")
+                    break
+        except Exception as error:
+            logger.exception("a token of a request can't become text")
+            self.fail(error)
+        return len(self.token_ids) - before
 
     def note_logprobs(self, found: Any, row: int, count: int) -> None:
         """Keep the log-probabilities of the first `count` tokens of a row, from `best_logprobs`."""
@@ -127,6 +134,10 @@ class Request:
             raise self.error
         assert self.output is not None, "the request has not finished"
         return self.output
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come. The error itself is not kept: its traceback holds all that the pass computed."""
+        self.error = EngineError(f"the request failed: {error!r}; send it again")
 
     def finish(self, reason: FinishReason) -> None:
         """Nothing more will come; what has been committed is the output."""
@@ -280,6 +291,7 @@ class Engine:
         state = self.drafter.start(rows, room) if self.drafter else None
         cache = RaggedCache(rows, room, self.target.device)
         self.batch = Batch(method, cache, state, decoder.budget(method))
+        self._settled = True  # no row is on its way to another place
 
     @property
     def busy(self) -> bool:
@@ -316,22 +328,24 @@ class Engine:
         """End a request where it stands and free its row; nothing happens if it has ended."""
         if request.done:
             return
-        request.finish("cancelled")
-        if request in self.waiting:
-            self.waiting.remove(request)
-        self._free_rows()
+        with self._rearranging():
+            request.finish("cancelled")
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self._free_rows()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run a chunk of the arriving prompts, then decode one round; returns the requests that got something.
 
         One that gets its first token and more in the same step stands there twice. When a pass fails, the requests in
-        it fail with an EngineError and the engine goes on with the others.
+        it fail with an EngineError and the engine goes on with the others; so it does when Ctrl-C ends a step.
         """
-        self._admit()
+        lost = [] if self._settled else self._fail([], RuntimeError("interrupted while rows changed places"))
+        lost += self._admit()
         counts = self._next_chunk()
         begun = self._attempt(partial(self._prefill, counts), self.arriving[: len(counts)])
-        return begun + self._attempt(self._round, self.batch.requests)
+        return lost + begun + self._attempt(self._round, self.batch.requests)
 
     def _attempt(self, work: Callable[[], list[Request]], requests: list[Request]) -> list[Request]:
         taking_part = list(requests)
@@ -342,6 +356,16 @@ class Engine:
         except Exception as error:
             logger.exception("a pass for %d requests failed", len(taking_part))
             return self._fail(taking_part, error)
+        except BaseException as error:
+            self._fail(taking_part, error)
+            raise
+
+    @contextmanager
+    def _rearranging(self) -> Iterator[None]:
+        """Rows change places: whatever ends this early leaves none that can be trusted."""
+        before, self._settled = self._settled, False
+        yield
+        self._settled = before
 
     def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         ids = list(prompt_ids)
@@ -375,19 +399,30 @@ class Engine:
         self.waiting += requests
         return requests
 
-    def _admit(self) -> None:
-        """Give free rows to waiting requests."""
-        batch = self.batch
+    def _admit(self) -> list[Request]:
+        """Give free rows to waiting requests; returns those that this failed for."""
+        failed = []
         while self.waiting and self.running < self.max_num_seqs:
-            request, row = self.waiting.popleft(), self.running
-            request.begun = time.perf_counter()
-            self.arriving.append(request)
-            batch.reset(row)
-            batch.history[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids, device=self.target.device)
-            if has_penalty(request.params):
-                if batch.counts is None:
-                    batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
-                batch.counts.start(row, request.prompt_ids)
+            request = self.waiting[0]
+            if request.done:  # Ctrl-C came before it was taken off
+                self.waiting.popleft()
+            else:
+                failed += self._attempt(partial(self._seat, request), [request])
+        return failed
+
+    def _seat(self, request: Request) -> list[Request]:
+        """Give the first free row to the first waiting request, which has got nothing yet."""
+        batch, row = self.batch, self.running
+        self.arriving.append(request)
+        self.waiting.popleft()
+        request.begun = time.perf_counter()
+        batch.reset(row)
+        batch.history[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids, device=self.target.device)
+        if has_penalty(request.params):
+            if batch.counts is None:
+                batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
+            batch.counts.start(row, request.prompt_ids)
+        return []
 
     def _next_chunk(self) -> list[int]:
         """Tokens to run of each of the first arriving prompts, first come first served."""
@@ -436,15 +471,15 @@ class Engine:
         batch.history[first : first + ready].scatter_(1, positions[:, None], first_tokens)
         wanted = [request.params.logprobs for request in fresh if request.params.logprobs is not None]
         found = best_logprobs(logits[:, None], first_tokens, max(wanted)) if wanted else None
-        self.arriving = self.arriving[ready:]
-        batch.requests += fresh
-        batch.anchors = torch.cat([batch.anchors, first_tokens[:, 0]])
         for row, (request, token) in enumerate(zip(fresh, first_tokens[:, 0].tolist(), strict=True)):
-            request.note_logprobs(found, row, 1)
-            request.commit([token], self.decoder.eos_ids)
-        batch.arrange()
-        self._stack_sampling()
-        self._free_rows()
+            request.note_logprobs(found, row, request.commit([token], self.decoder.eos_ids))
+        with self._rearranging():
+            self.arriving = self.arriving[ready:]
+            batch.requests += fresh
+            batch.anchors = torch.cat([batch.anchors, first_tokens[:, 0]])
+            batch.arrange()
+            self._stack_sampling()
+            self._free_rows()
         return fresh
 
     def _round(self) -> list[Request]:
@@ -454,7 +489,8 @@ class Engine:
         verified, accepted = self._commit(requests, lengths, verdict)
         if batch.budget is not None:
             batch.budget.learn(batch.drafted_slots, verified, accepted, time.perf_counter() - begun)
-        self._free_rows()
+        with self._rearranging():
+            self._free_rows()
         return requests
 
     def _commit(
@@ -496,14 +532,18 @@ class Engine:
         left = request.limit - len(request.token_ids) - 1  # the round itself adds one token to those accepted
         return max(0, min(self.reach, left, self.drafter.max_positions - self.batch.cache.lengths[row]))
 
-    def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
-        """End requests whose pass has failed."""
-        for request in requests:
-            if not request.done:
-                request.error = EngineError(f"the request failed in a pass of the model: {error!r}; send it again")
-                request.error.__cause__ = error
-        self._free_rows()
-        self.batch.clean(self.running)
+    def _fail(self, requests: list[Request], error: BaseException) -> list[Request]:
+        """End requests whose pass has failed, and where rows were changing places all that hold one; returns them."""
+        if not self._settled:
+            others = [request for request in self.batch.requests + self.arriving if request not in requests]
+            requests = requests + [request for request in others if not request.done]
+        with self._rearranging():
+            for request in requests:
+                if not request.done:
+                    request.fail(error)
+            self._free_rows()
+            self.batch.clean(self.running)
+        self._settled = True
         return requests
 
     def _free_rows(self) -> None:

@@ -79,7 +79,7 @@ class RaggedCache:
 
         The name and the arguments are those of `transformers.Cache.update`, which attention layers call.
         """
-        if layer_idx not in self._keys:
+        if layer_idx not in self._values:  # the second one that is allocated, if memory lasts
             self._keys[layer_idx] = self._allocate(keys)
             self._values[layer_idx] = self._allocate(values)
         return self._write(self._keys[layer_idx], keys), self._write(self._values[layer_idx], values)

@@ -6,7 +6,9 @@ DCOCO_FUZZ_ENGINE sets the number of random lives of an engine.
 import gc
 import os
 import random
+import sys
 import weakref
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -330,9 +332,9 @@ def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
     arriving = [engine.submit(ids, LONG) for ids in given[2:]]
     failing_once(monkeypatch, decoder)
     assert set(engine.step()) == {first, *arriving}
-    assert "a pass for 2 requests failed" in caplog.text
+    assert "a pass for 2 requests failed" in caplog.text and "Traceback" in caplog.text
     for request in arriving:
-        with pytest.raises(EngineError, match=r"failed in a pass of the model: RuntimeError\('bad luck'\)"):
+        with pytest.raises(EngineError, match=r"the request failed: RuntimeError\('bad luck'\)"):
             list(request)
         assert request.done and request.output is None
     again = engine.submit(given[2], LONG)
@@ -341,6 +343,110 @@ def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
     assert [first.result().token_ids, again.result().token_ids] == [plain[0], plain[2]]
     with pytest.raises(EngineError, match="send it again"):
         arriving[0].result()
+
+
+def interrupted(run, moment):
+    """Ctrl-C before the line number `moment` that `run` comes to in engine and cache; returns how many were left."""
+    before, left = sys.gettrace(), moment
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("dcoco/engine.py", "verifier/cache.py")):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt) if moment < sys.maxsize else nullcontext():
+            run()
+    finally:
+        sys.settrace(before)
+    return left
+
+
+def test_ctrl_c_at_any_moment_spoils_no_text(monkeypatch):
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 17)
+    monkeypatch.setattr("dcoco.engine.DISORDER", 0.5)
+    decoder, given = tiny_decoder("qwen3"), prompts(7, seed=5)
+    each = [SamplingParams(max_tokens=3 + 3 * i, ignore_eos=True, frequency_penalty=0.5 * (i % 2)) for i in range(7)]
+    plain, finished = plain_ids(decoder, given, each), []
+
+    def life(moment):
+        engine = Engine(decoder, max_num_seqs=4)
+        requests = [engine.submit(ids, params) for ids, params in zip(given, each, strict=True)]
+
+        def run():
+            engine.step()
+            engine.cancel(requests[2])
+            while engine.busy:
+                engine.step()
+
+        left = interrupted(run, moment)
+        while engine.busy:
+            engine.step()
+        assert all(request.done for request in requests) and engine.running == 0
+        for request, ids in zip(requests, plain, strict=True):
+            whole = request.output is not None and request.output.finish_reason == "length"
+            finished.append(whole)
+            assert request.token_ids == (ids if whole else ids[: len(request.token_ids)])
+        return moment - left
+
+    lines = life(sys.maxsize)
+    assert finished == [True, True, False, True, True, True, True]
+    for part in range(1, 24):
+        life(lines * part // 24)
+    assert 40 < sum(finished) < 130
+
+
+def test_memory_that_does_not_suffice_fails_one_request(monkeypatch, caplog):
+    decoder, given = tiny_decoder(), prompts(3, seed=5)
+    engine, plain = Engine(decoder), plain_ids(decoder, given)
+    monkeypatch.setattr("dcoco.engine.TokenCounts", None)
+    each = [LONG, SamplingParams(presence_penalty=1.0), LONG]
+    requests = [engine.submit(ids, params) for ids, params in zip(given, each, strict=True)]
+    assert engine.step().count(requests[1]) == 1
+    while engine.busy:
+        engine.step()
+    assert "TypeError" in str(requests[1].error) and not requests[1].token_ids
+    assert [requests[0].result().token_ids, requests[2].result().token_ids] == [plain[0], plain[2]]
+
+
+@pytest.mark.parametrize("method", ["dcoco", "plain"])
+@pytest.mark.parametrize("count", [0, 5])
+def test_a_token_that_can_not_become_text_fails_its_own_request(monkeypatch, caplog, method, count):
+    decoder, given = tiny_decoder(), prompts(3, seed=5)
+    engine, plain = Engine(decoder, method), plain_ids(decoder, given)
+    requests = [engine.submit(ids, SamplingParams(max_tokens=30, ignore_eos=True, logprobs=0)) for ids in given]
+    push, detokenizer = requests[1]._detokenizer.push, requests[1]._detokenizer
+    monkeypatch.setattr(detokenizer, "push", lambda token: push(token if len(detokenizer._ids) < count else None))
+    while engine.busy:
+        engine.step()
+    assert "TypeError" in str(requests[1].error) and "can't become text" in caplog.text
+    assert requests[1].token_ids == plain[1][:count] and len(requests[1].logprobs) == count
+    assert [requests[0].result().token_ids, requests[2].result().token_ids] == [plain[0], plain[2]]
+
+
+def test_nothing_is_kept_of_a_pass_that_failed(monkeypatch, caplog):
+    caplog.set_level("CRITICAL", "dcoco.engine")  # the log's record holds the traceback, and pytest all records
+    decoder, seen = tiny_decoder(), []
+
+    def fail(module, args, output):
+        seen.append(weakref.ref(output if isinstance(output, torch.Tensor) else output[0]))
+        raise RuntimeError("bad luck")
+
+    with decoder.target.layers[2].register_forward_hook(fail):
+        engine, taps = Engine(decoder), decoder.drafter.taps
+        request = engine.submit([5], LONG)
+        gc.disable()
+        try:
+            engine.step()
+            assert request.error is not None and [reference() for reference in seen] == [None]
+        finally:
+            gc.enable()
+    assert taps and not decoder.target.tapped
 
 
 @pytest.mark.parametrize("moment", ["prompt", "round"])
