@@ -305,9 +305,10 @@ class Engine:
 
     @property
     def memory_bytes(self) -> int:
-        """What the cache takes when all its rows are full."""
-        cache = self.batch.cache
-        return cache.rows * cache.max_length * self.target.cache_bytes_per_token
+        """What the cache, the drafter's state and the texts take when all rows are full."""
+        cache, state, history = self.batch.cache, self.batch.draft_state, self.batch.history
+        drafters = 0 if state is None else state.memory_bytes
+        return cache.rows * cache.max_length * self.target.cache_bytes_per_token + drafters + history.nbytes
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request; `params.n` is for `submit_all`.
@@ -354,9 +355,9 @@ class Engine:
         try:
             return work()
         except Exception as error:
-            logger.exception("a pass for %d requests failed", len(taking_part))
+            logger.exception("%d requests failed", len(taking_part))
             return self._fail(taking_part, error)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C, say
             self._fail(taking_part, error)
             raise
 

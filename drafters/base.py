@@ -56,6 +56,10 @@ class Draft:
 class DraftState(Protocol):
     """What a drafter remembers of the rows of one engine."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes when all rows are full."""
+
     def move(self, source: int, target: int) -> None:
         """Make row `target` a copy of row `source`."""
 

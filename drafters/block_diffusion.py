@@ -76,6 +76,10 @@ class LastFeatures:
 
     features: Tensor
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.features.nbytes
+
     def move(self, source: int, target: int) -> None:
         self.features[target] = self.features[source]
 

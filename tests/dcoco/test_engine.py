@@ -332,7 +332,7 @@ def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
     arriving = [engine.submit(ids, LONG) for ids in given[2:]]
     failing_once(monkeypatch, decoder)
     assert set(engine.step()) == {first, *arriving}
-    assert "a pass for 2 requests failed" in caplog.text and "Traceback" in caplog.text
+    assert "2 requests failed" in caplog.text and "Traceback" in caplog.text
     for request in arriving:
         with pytest.raises(EngineError, match=r"the request failed: RuntimeError\('bad luck'\)"):
             list(request)
@@ -537,12 +537,16 @@ def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch, caplog):
         assert [reference() for reference in seen] == [None] * 5
 
 
-def test_the_memory_it_tells_of_is_what_the_cache_takes():
-    engine = Engine(tiny_decoder("gemma3"), max_num_seqs=3, max_model_len=50)
+@pytest.mark.parametrize("make", [tiny_decoder, dflash_decoder])
+def test_the_memory_it_tells_of_is_what_it_takes(make):
+    engine = Engine(make("qwen3"), max_num_seqs=3, max_model_len=50)
+    told, batch = engine.memory_bytes, engine.batch
     list(engine.submit([5], LONG))
-    cache = engine.batch.cache
-    stores = [*cache._keys.values(), *cache._values.values()]
-    assert engine.memory_bytes == sum(store.numel() * store.element_size() for store in stores)
+    state = batch.draft_state
+    caches = [batch.cache] + ([state.cache] if make is dflash_decoder else [])
+    kept = [store for cache in caches for store in (*cache._keys.values(), *cache._values.values())]
+    kept += [batch.history] + ([] if make is dflash_decoder else [state.features])
+    assert told == engine.memory_bytes == sum(store.nbytes for store in kept)
 
 
 def test_prompts_that_wait_for_their_chunk_outlive_a_pass_that_fails(monkeypatch, caplog):
