@@ -9,12 +9,14 @@ Shapes: R rows of a pass, Q tokens a row.
 
 import logging
 import random
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,12 +79,15 @@ class Request:
         return self.output is not None or self.error is not None
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Chunks as they come, one a round; the last one holds the output. Raises EngineError where it fails."""
+        """Chunks as they come, one a round; the last one holds the output.
+
+        Where it fails EngineError comes after all that was committed.
+        """
         assert self._engine is not None
         while True:
             while not self.done and self._taken == len(self.token_ids):
                 self._engine.step()
-            if self.error is not None:
+            if self.error is not None and self._taken == len(self.token_ids):
                 raise self.error
             chunk = self.take()
             yield chunk
@@ -270,11 +275,13 @@ class Engine:
         trace: bool = False,
     ):
         decoder.check_method(method)
-        for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("max_waiting", max_waiting, 0)):
-            if value is not None and value < least:
-                raise ParameterError(f"{name}={value}: must be at least {least}")
-        if max_model_len is not None and max_model_len < 2:
-            raise ParameterError(f"max_model_len={max_model_len}: must be at least 2, for a prompt and an answer")
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_model_len", 2 if max_model_len is None else max_model_len, 2),  # a prompt and an answer
+            ("max_waiting", 0 if max_waiting is None else max_waiting, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise ParameterError(f"{name}={value!r}: must be an integer, at least {least}")
         self.decoder = decoder
         self.target = decoder.target
         self.drafter = decoder.drafter if method != "plain" else None
@@ -314,19 +321,30 @@ class Engine:
         """Queue a request; `params.n` is for `submit_all`.
 
         Raises:
-            ParameterError: an empty prompt, ids outside the vocabulary, or a prompt that leaves no room for a token.
+            ParameterError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an
+                argument of the wrong type, or (`submit_all`) more answers than there may ever be at once.
             QueueFullError: as many requests wait as may wait.
         """
-        return self._queue([self._request(prompt_ids, params)])[0]
+        self._check(prompt_ids, params)
+        self._check_room(1)
+        return self._queue(prompt_ids, [params])[0]
 
     def submit_all(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
         """Queue `params.n` requests for one prompt, with the seeds seed, seed + 1, ... (or any); all or none."""
+        self._check(prompt_ids, params)
+        self._check_room(params.n)
         seeds = [None if params.seed is None else _wrap(params.seed + index) for index in range(params.n)]
-        return self._queue([self._request(prompt_ids, replace(params, n=1, seed=seed)) for seed in seeds])
+        return self._queue(prompt_ids, [replace(params, n=1, seed=seed) for seed in seeds])
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
-        """End a request where it stands and free its row; nothing happens if it has ended."""
+        """End a request where it stands and free its row; nothing happens if it has ended.
+
+        Raises:
+            ParameterError: it's no request of this engine.
+        """
+        if getattr(request, "_engine", None) is not self:
+            raise ParameterError(f"cancel({request!r}): no request of this engine; cancel it where it was submitted")
         if request.done:
             return
         with self._rearranging():
@@ -368,35 +386,54 @@ class Engine:
         yield
         self._settled = before
 
-    def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        ids = list(prompt_ids)
-        if not ids:
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ParameterError(f"params={params!r}: must be SamplingParams")
+        is_list = isinstance(prompt_ids, Sequence)
+        if odd := [token for token in prompt_ids if type(token) is not int] if is_list else [prompt_ids]:
+            raise ParameterError(
+                f"prompt_ids: {reprlib.repr(odd[0])} instead of plain ints in a list; give an array's or a tensor's "
+                ".tolist(), and encode text first"
+            )
+        if not prompt_ids:
             raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
         vocabulary = self.target.vocab_size
         if biased := [token for token in params.logit_bias or () if token >= vocabulary]:
             raise ParameterError(f"logit_bias names token {biased[0]}; the vocabulary ends at {vocabulary - 1}")
         if stops := [token for token in params.stop_token_ids or () if token >= vocabulary]:
             raise ParameterError(f"stop_token_ids names token {stops[0]}; the vocabulary ends at {vocabulary - 1}")
-        wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
-        if wrong:
+        if wrong := [token for token in prompt_ids if not 0 <= token < vocabulary]:
             raise ParameterError(
-                f"prompt token {wrong[0]!r} is not an id of the model's vocabulary (0..{vocabulary - 1}); where the "
+                f"prompt token {wrong[0]} is not an id of the model's vocabulary (0..{vocabulary - 1}); where the "
                 "tokenizer has more ids, leave those out"
             )
-        if len(ids) >= self.max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             raise ParameterError(
-                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.max_model_len} together: "
+                f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {self.max_model_len} together: "
                 "shorten it"
             )
-        limit = min(params.max_tokens, self.max_model_len - len(ids))
-        return Request(ids, params, limit, Detokenizer(self.decoder.tokenizer, params.stop or ()), self)
 
-    def _queue(self, requests: list[Request]) -> list[Request]:
-        free = self.max_num_seqs - self.running
-        if self.max_waiting is not None and len(self.waiting) + len(requests) > self.max_waiting + free:
+    def _check_room(self, count: int) -> None:
+        """Raise where so many requests more can't be held, now or ever."""
+        if self.max_waiting is None:
+            return
+        most = self.max_num_seqs + self.max_waiting
+        if count > most:
+            raise ParameterError(
+                f"n={count}: {most} answers are the most at once, as max_num_seqs={self.max_num_seqs} run and "
+                f"max_waiting={self.max_waiting} wait; ask for fewer"
+            )
+        if self.running + len(self.waiting) + count > most:
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait already and {self.max_waiting} may: try again later"
             )
+
+    def _queue(self, prompt_ids: Sequence[int], each: list[SamplingParams]) -> list[Request]:
+        room, tokenizer = self.max_model_len - len(prompt_ids), self.decoder.tokenizer
+        requests = [
+            Request(list(prompt_ids), p, min(p.max_tokens, room), Detokenizer(tokenizer, p.stop or ()), self)
+            for p in each
+        ]
         self.waiting += requests
         return requests
 

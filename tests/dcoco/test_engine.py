@@ -11,6 +11,7 @@ import weakref
 from contextlib import nullcontext
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -149,9 +150,9 @@ class Life:
         action = draw.choices(["submit", "submit_all", "cancel", "step", "iterate"], [6, 1, 2, 12, 4])[0]
         if action in ("submit", "submit_all"):
             params = self.params(draw.choice([1, 2, 4]) if action == "submit_all" else 1)
-            room = engine.max_num_seqs - engine.running - len(engine.waiting)
-            if engine.max_waiting is not None and params.n > room + engine.max_waiting:
-                with pytest.raises(QueueFullError):
+            most = engine.max_num_seqs + (float("inf") if engine.max_waiting is None else engine.max_waiting)
+            if params.n + engine.running + len(engine.waiting) > most:
+                with pytest.raises(QueueFullError if params.n <= most else ParameterError):
                     engine.submit_all(self.prompt(), params)
             elif action == "submit":
                 self.asked.append(engine.submit(self.prompt(), params))
@@ -485,6 +486,8 @@ def test_queue_limits_count_free_rows_and_all_answers():
     assert [request.seed for request in requests] == [2**63 - 1, -(2**63)]
     with pytest.raises(QueueFullError):
         engine.submit_all([5], two)
+    with pytest.raises(ParameterError, match=r"n=2147483647: 3 answers .* max_num_seqs=2 run and max_waiting=1 wait"):
+        engine.submit_all([5], SamplingParams(n=2**31 - 1))  # at once: none is made
     assert len(engine.waiting) == 2  # all or none
     engine.submit([5], LONG)
     with pytest.raises(QueueFullError, match="3 requests wait already and 1 may"):
@@ -511,9 +514,48 @@ def test_the_longest_prompt_gets_one_token():
 
 def test_sizes_that_make_no_sense_are_refused():
     decoder = tiny_decoder()
-    for name, value in {"max_num_seqs": 0, "max_waiting": -1, "max_model_len": 1, "method": "fast"}.items():
-        with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
-            Engine(decoder, **{name: value})
+    for name, values in {
+        "max_num_seqs": [0, "8", 2.5, None, True],
+        "max_waiting": [-1, "8", 0.0, False],
+        "max_model_len": [1, "8", 2.5, True],
+        "method": ["fast", None, 3],
+    }.items():
+        for value in values:
+            with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
+                Engine(decoder, **{name: value})
+
+
+def test_arguments_of_the_wrong_type_are_named():
+    decoder = tiny_decoder()
+    engine, other = Engine(decoder), Engine(decoder)
+    for prompt, odd in ((None, None), (5, 5), ("text", "t"), ([5, None], None), ([5.0], 5.0), ([True], True)):
+        with pytest.raises(ParameterError, match=f"prompt_ids: {odd!r} instead of plain ints in a list"):
+            engine.submit(prompt, LONG)
+    for ids in (np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5)], [torch.tensor(5)]):
+        for submit in (engine.submit, engine.submit_all, lambda ids, params: decoder.generate([ids], params)):
+            with pytest.raises(ParameterError, match=r"plain ints.*; give an array's or a tensor's .tolist\(\)"):
+                submit(ids, LONG)
+    for params in (None, 5, {"max_tokens": 3}):
+        for submit in (engine.submit, engine.submit_all):
+            with pytest.raises(ParameterError, match=f"params={params}: must be SamplingParams"):
+                submit([5], params)
+    assert not engine.busy
+    request = other.submit([5], LONG)
+    for odd in (None, 5, request):
+        with pytest.raises(ParameterError, match="no request of this engine; cancel it where it was submitted"):
+            engine.cancel(odd)
+    assert len([token for chunk in request for token in chunk.token_ids]) == 30
+
+
+def test_what_was_committed_comes_before_the_error(monkeypatch, caplog):
+    decoder = tiny_decoder()
+    engine, plain = Engine(decoder), plain_ids(decoder, [[5]])[0]
+    request, chunks = engine.submit([5], LONG), []
+    monkeypatch.setattr(decoder, "round", None)  # the first token comes in the same step
+    with pytest.raises(EngineError, match="TypeError"):
+        for chunk in request:
+            chunks.append(chunk)
+    assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [(chr(256 + plain[0]), plain[:1])]
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch, caplog):
