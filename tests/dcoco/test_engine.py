@@ -207,6 +207,7 @@ class Life:
         assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
         assert stats.accepted_tokens <= stats.committed_tokens <= stats.accepted_tokens + stats.rounds
         assert stats.rounds == len(output.trace) <= stats.committed_tokens
+        assert stats.drafts <= min(stats.rounds, stats.draft_tokens)
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
