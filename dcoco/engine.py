@@ -429,11 +429,10 @@ class Engine:
             )
 
     def _queue(self, prompt_ids: Sequence[int], each: list[SamplingParams]) -> list[Request]:
-        room, tokenizer = self.max_model_len - len(prompt_ids), self.decoder.tokenizer
-        requests = [
-            Request(list(prompt_ids), p, min(p.max_tokens, room), Detokenizer(tokenizer, p.stop or ()), self)
-            for p in each
-        ]
+        room, requests = self.max_model_len - len(prompt_ids), []
+        for params in each:
+            text = Detokenizer(self.decoder.tokenizer, params.stop or (), params.min_tokens)
+            requests.append(Request(list(prompt_ids), params, min(params.max_tokens, room), text, self))
         self.waiting += requests
         return requests
 

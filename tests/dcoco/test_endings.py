@@ -67,6 +67,13 @@ ENDINGS = {
     "stop as the last token": lambda t: ({"stop": letters(t[4:7]), "max_tokens": 7}, [], (7, 4, "stop")),
     "half a stop": lambda t: ({"stop": letters(t[5:9]), "max_tokens": 7}, [], (7, 7, "length")),
     "eos inside a stop": lambda t: ({"stop": letters(t[5:8])}, [t[7]], (8, 7, "stop")),
+    "stop too early": lambda t: ({"stop": letters(t[2:4]), "min_tokens": 4}, [], (24, 24, "length")),
+    "stop early enough": lambda t: ({"stop": letters(t[2:4]), "min_tokens": 3}, [], (4, 2, "stop")),
+    "stop too early within a stop": lambda t: (
+        {"stop": [letters(t[3:9]), letters(t[4:6])], "min_tokens": 6},
+        [],
+        (9, 3, "stop"),
+    ),
     "stop before eos": lambda t: ({"stop": letters(t[5:8])}, [t[8]], (8, 5, "stop")),
 }
 
