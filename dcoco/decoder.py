@@ -6,6 +6,7 @@
 Shapes: R rows, n drafted slots, V vocabulary.
 """
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -308,9 +309,14 @@ class DCOCODecoder:
         yield from self._engine([ids], [params], method, trace).submit(ids, params)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: a string, chat messages, or ids."""
+        """Token ids of a prompt: a string, chat messages, or ids. Raises ParameterError for anything else."""
         if isinstance(prompt, str):
             return self.tokenizer(prompt)["input_ids"]
+        if not isinstance(prompt, Sequence):
+            raise ParameterError(
+                f"prompt={reprlib.repr(prompt)}: must be a string, messages or a list of plain ints; give an array's "
+                "or a tensor's .tolist()"
+            )
         items = list(prompt)
         if items and isinstance(items[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):

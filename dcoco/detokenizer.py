@@ -11,12 +11,14 @@ class Detokenizer:
     """The growing text of one request.
 
     `text` is all text that is settled; `push` returns what each new token adds to it. Held back are bytes of an
-    unfinished character and, where stop strings are given, a tail that may be the beginning of one.
+    unfinished character and, where stop strings are given, a tail that may be the beginning of one. A stop string that
+    is complete within the first `min_tokens` tokens is text like any other, as in vLLM.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_tokens: int = 0):
         self.tokenizer = tokenizer
         self.stop = stop
+        self.min_tokens = min_tokens
         self.text = ""
         self.stopped = False
         self._held = ""  # decoded, but maybe the start of a stop string
@@ -57,8 +59,10 @@ class Detokenizer:
 
     def _settle(self, new: str) -> str:
         pending = self._held + new
-        found = [index for index in (pending.find(stop) for stop in self.stop) if index >= 0]
-        if found:
+        # What was held back holds no more than beginnings, but for stop strings that came too early.
+        starts = [pending.find(stop, max(0, len(self._held) - len(stop) + 1)) for stop in self.stop]
+        found = [index for index in starts if index >= 0]
+        if found and len(self._ids) > self.min_tokens:
             self.stopped = True
             piece, self._held = pending[: min(found)], ""
         else:

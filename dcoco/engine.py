@@ -9,12 +9,14 @@ Shapes: R rows of a pass, Q tokens a row.
 
 import logging
 import random
+import reprlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,12 +79,15 @@ class Request:
         return self.output is not None or self.error is not None
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Chunks as they come, one a round; the last one holds the output. Raises EngineError where it fails."""
+        """Chunks as they come, one a round; the last one holds the output.
+
+        Where it fails EngineError comes after all that was committed.
+        """
         assert self._engine is not None
         while True:
             while not self.done and self._taken == len(self.token_ids):
                 self._engine.step()
-            if self.error is not None:
+            if self.error is not None and self._taken == len(self.token_ids):
                 raise self.error
             chunk = self.take()
             yield chunk
@@ -90,19 +95,26 @@ class Request:
                 return
 
     def commit(self, token_ids: list[int], eos_ids: frozenset[int]) -> int:
-        """Append tokens until one ends the request; returns how many were taken."""
-        for count, token in enumerate(token_ids, start=1):
-            self.token_ids.append(token)
-            stops = self.params.stop_token_ids or ()
-            ended = token in stops or (token in eos_ids and not self.params.ignore_eos)
-            text = "" if ended else self._detokenizer.push(token)
-            if ended or self._detokenizer.stopped or len(self.token_ids) == self.limit:
-                text += self._detokenizer.finish()
+        """Append tokens until one ends the request; returns how many were taken.
+
+        Where the tokenizer can't make text of one, this request fails and no other.
+        """
+        before = len(self.token_ids)
+        try:
+            for token in token_ids:
+                stops = self.params.stop_token_ids or ()
+                ended = token in stops or (token in eos_ids and not self.params.ignore_eos)
+                text = "" if ended else self._detokenizer.push(token)
+                self.token_ids.append(token)
                 self._pending_text += text
-                self.finish("stop" if ended or self._detokenizer.stopped else "length")
-                return count
-            self._pending_text += text
-        return len(token_ids)
+                if ended or self._detokenizer.stopped or len(self.token_ids) == self.limit:
+                    self._pending_text += self._detokenizer.finish()
+                    self.finish("stop" if ended or self._detokenizer.stopped else "length")
+                    break
+        except Exception as error:
+            logger.exception("a token of a request can't become text")
+            self.fail(error)
+        return len(self.token_ids) - before
 
     def note_logprobs(self, found: Any, row: int, count: int) -> None:
         """Keep the log-probabilities of the first `count` tokens of a row, from `best_logprobs`."""
@@ -127,6 +139,10 @@ class Request:
             raise self.error
         assert self.output is not None, "the request has not finished"
         return self.output
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come. The error itself is not kept: its traceback holds all that the pass computed."""
+        self.error = EngineError(f"the request failed: {error!r}; send it again")
 
     def finish(self, reason: FinishReason) -> None:
         """Nothing more will come; what has been committed is the output."""
@@ -210,6 +226,20 @@ class Batch:
         if self.draft_state is not None:
             self.draft_state.move(source, target)
 
+    def reset(self, row: int) -> None:
+        """Forget a row."""
+        self.cache.lengths[row] = 0
+        if self.draft_state is not None:
+            self.draft_state.reset(row)
+
+    def clean(self, used: int) -> None:
+        """Zero what a failed pass may have left behind the texts of the `used` first rows, and in all other rows."""
+        for row in range(used, self.cache.rows):
+            self.reset(row)
+        self.cache.clean()
+        if self.draft_state is not None:
+            self.draft_state.clean()
+
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
         """Note the time of a phase of the round (host time: on a GPU, of launching it)."""
@@ -245,11 +275,13 @@ class Engine:
         trace: bool = False,
     ):
         decoder.check_method(method)
-        for name, value, least in (("max_num_seqs", max_num_seqs, 1), ("max_waiting", max_waiting, 0)):
-            if value is not None and value < least:
-                raise ParameterError(f"{name}={value}: must be at least {least}")
-        if max_model_len is not None and max_model_len < 2:
-            raise ParameterError(f"max_model_len={max_model_len}: must be at least 2, for a prompt and an answer")
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_model_len", 2 if max_model_len is None else max_model_len, 2),  # a prompt and an answer
+            ("max_waiting", 0 if max_waiting is None else max_waiting, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise ParameterError(f"{name}={value!r}: must be an integer, at least {least}")
         self.decoder = decoder
         self.target = decoder.target
         self.drafter = decoder.drafter if method != "plain" else None
@@ -266,6 +298,7 @@ class Engine:
         state = self.drafter.start(rows, room) if self.drafter else None
         cache = RaggedCache(rows, room, self.target.device)
         self.batch = Batch(method, cache, state, decoder.budget(method))
+        self._settled = True  # no row is on its way to another place
 
     @property
     def busy(self) -> bool:
@@ -279,45 +312,59 @@ class Engine:
 
     @property
     def memory_bytes(self) -> int:
-        """What the cache takes when all its rows are full."""
-        cache = self.batch.cache
-        return cache.rows * cache.max_length * self.target.cache_bytes_per_token
+        """What the cache, the drafter's state and the texts take when all rows are full."""
+        cache, state, history = self.batch.cache, self.batch.draft_state, self.batch.history
+        drafters = 0 if state is None else state.memory_bytes
+        return cache.rows * cache.max_length * self.target.cache_bytes_per_token + drafters + history.nbytes
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """Queue a request; `params.n` is for `submit_all`.
 
         Raises:
-            ParameterError: an empty prompt, ids outside the vocabulary, or a prompt that leaves no room for a token.
+            ParameterError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an
+                argument of the wrong type, or (`submit_all`) more answers than there may ever be at once.
             QueueFullError: as many requests wait as may wait.
         """
-        return self._queue([self._request(prompt_ids, params)])[0]
+        self._check(prompt_ids, params)
+        self._check_room(1)
+        return self._queue(prompt_ids, [params])[0]
 
     def submit_all(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
         """Queue `params.n` requests for one prompt, with the seeds seed, seed + 1, ... (or any); all or none."""
+        self._check(prompt_ids, params)
+        self._check_room(params.n)
         seeds = [None if params.seed is None else _wrap(params.seed + index) for index in range(params.n)]
-        return self._queue([self._request(prompt_ids, replace(params, n=1, seed=seed)) for seed in seeds])
+        return self._queue(prompt_ids, [replace(params, n=1, seed=seed) for seed in seeds])
 
     @torch.inference_mode()
     def cancel(self, request: Request) -> None:
-        """End a request where it stands and free its row; nothing happens if it has ended."""
+        """End a request where it stands and free its row; nothing happens if it has ended.
+
+        Raises:
+            ParameterError: it's no request of this engine.
+        """
+        if getattr(request, "_engine", None) is not self:
+            raise ParameterError(f"cancel({request!r}): no request of this engine; cancel it where it was submitted")
         if request.done:
             return
-        request.finish("cancelled")
-        if request in self.waiting:
-            self.waiting.remove(request)
-        self._free_rows()
+        with self._rearranging():
+            request.finish("cancelled")
+            if request in self.waiting:
+                self.waiting.remove(request)
+            self._free_rows()
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run a chunk of the arriving prompts, then decode one round; returns the requests that got something.
 
         One that gets its first token and more in the same step stands there twice. When a pass fails, the requests in
-        it fail with an EngineError and the engine goes on with the others.
+        it fail with an EngineError and the engine goes on with the others; so it does when Ctrl-C ends a step.
         """
-        self._admit()
+        lost = [] if self._settled else self._fail([], RuntimeError("interrupted while rows changed places"))
+        lost += self._admit()
         counts = self._next_chunk()
         begun = self._attempt(partial(self._prefill, counts), self.arriving[: len(counts)])
-        return begun + self._attempt(self._round, self.batch.requests)
+        return lost + begun + self._attempt(self._round, self.batch.requests)
 
     def _attempt(self, work: Callable[[], list[Request]], requests: list[Request]) -> list[Request]:
         taking_part = list(requests)
@@ -326,56 +373,93 @@ class Engine:
         try:
             return work()
         except Exception as error:
-            logger.exception("a pass for %d requests failed", len(taking_part))
+            logger.exception("%d requests failed", len(taking_part))
             return self._fail(taking_part, error)
+        except BaseException as error:  # Ctrl-C, say
+            self._fail(taking_part, error)
+            raise
 
-    def _request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
-        ids = list(prompt_ids)
-        if not ids:
+    @contextmanager
+    def _rearranging(self) -> Iterator[None]:
+        """Rows change places: whatever ends this early leaves none that can be trusted."""
+        before, self._settled = self._settled, False
+        yield
+        self._settled = before
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise ParameterError(f"params={params!r}: must be SamplingParams")
+        is_list = isinstance(prompt_ids, Sequence)
+        if odd := [token for token in prompt_ids if type(token) is not int] if is_list else [prompt_ids]:
+            raise ParameterError(
+                f"prompt_ids: {reprlib.repr(odd[0])} instead of plain ints in a list; give an array's or a tensor's "
+                ".tolist(), and encode text first"
+            )
+        if not prompt_ids:
             raise ParameterError("the prompt has no tokens; give at least one (a beginning-of-text token will do)")
         vocabulary = self.target.vocab_size
         if biased := [token for token in params.logit_bias or () if token >= vocabulary]:
             raise ParameterError(f"logit_bias names token {biased[0]}; the vocabulary ends at {vocabulary - 1}")
         if stops := [token for token in params.stop_token_ids or () if token >= vocabulary]:
             raise ParameterError(f"stop_token_ids names token {stops[0]}; the vocabulary ends at {vocabulary - 1}")
-        wrong = [token for token in ids if type(token) is not int or not 0 <= token < vocabulary]
-        if wrong:
+        if wrong := [token for token in prompt_ids if not 0 <= token < vocabulary]:
             raise ParameterError(
-                f"prompt token {wrong[0]!r} is not an id of the model's vocabulary (0..{vocabulary - 1}); where the "
+                f"prompt token {wrong[0]} is not an id of the model's vocabulary (0..{vocabulary - 1}); where the "
                 "tokenizer has more ids, leave those out"
             )
-        if len(ids) >= self.max_model_len:
+        if len(prompt_ids) >= self.max_model_len:
             raise ParameterError(
-                f"the prompt has {len(ids)} tokens; prompt and answer may have {self.max_model_len} together: "
+                f"the prompt has {len(prompt_ids)} tokens; prompt and answer may have {self.max_model_len} together: "
                 "shorten it"
             )
-        limit = min(params.max_tokens, self.max_model_len - len(ids))
-        return Request(ids, params, limit, Detokenizer(self.decoder.tokenizer, params.stop or ()), self)
 
-    def _queue(self, requests: list[Request]) -> list[Request]:
-        free = self.max_num_seqs - self.running
-        if self.max_waiting is not None and len(self.waiting) + len(requests) > self.max_waiting + free:
+    def _check_room(self, count: int) -> None:
+        """Raise where so many requests more can't be held, now or ever."""
+        if self.max_waiting is None:
+            return
+        most = self.max_num_seqs + self.max_waiting
+        if count > most:
+            raise ParameterError(
+                f"n={count}: {most} answers are the most at once, as max_num_seqs={self.max_num_seqs} run and "
+                f"max_waiting={self.max_waiting} wait; ask for fewer"
+            )
+        if self.running + len(self.waiting) + count > most:
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait already and {self.max_waiting} may: try again later"
             )
+
+    def _queue(self, prompt_ids: Sequence[int], each: list[SamplingParams]) -> list[Request]:
+        room, requests = self.max_model_len - len(prompt_ids), []
+        for params in each:
+            text = Detokenizer(self.decoder.tokenizer, params.stop or (), params.min_tokens)
+            requests.append(Request(list(prompt_ids), params, min(params.max_tokens, room), text, self))
         self.waiting += requests
         return requests
 
-    def _admit(self) -> None:
-        """Give free rows to waiting requests."""
-        batch = self.batch
+    def _admit(self) -> list[Request]:
+        """Give free rows to waiting requests; returns those that this failed for."""
+        failed = []
         while self.waiting and self.running < self.max_num_seqs:
-            request, row = self.waiting.popleft(), self.running
-            request.begun = time.perf_counter()
-            self.arriving.append(request)
-            batch.cache.lengths[row] = 0
-            batch.history[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids, device=self.target.device)
-            if batch.draft_state is not None:
-                batch.draft_state.reset(row)
-            if has_penalty(request.params):
-                if batch.counts is None:
-                    batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
-                batch.counts.start(row, request.prompt_ids)
+            request = self.waiting[0]
+            if request.done:  # Ctrl-C came before it was taken off
+                self.waiting.popleft()
+            else:
+                failed += self._attempt(partial(self._seat, request), [request])
+        return failed
+
+    def _seat(self, request: Request) -> list[Request]:
+        """Give the first free row to the first waiting request, which has got nothing yet."""
+        batch, row = self.batch, self.running
+        self.arriving.append(request)
+        self.waiting.popleft()
+        request.begun = time.perf_counter()
+        batch.reset(row)
+        batch.history[row, : len(request.prompt_ids)] = torch.tensor(request.prompt_ids, device=self.target.device)
+        if has_penalty(request.params):
+            if batch.counts is None:
+                batch.counts = TokenCounts(batch.cache.rows, self.target.vocab_size, self.target.device)
+            batch.counts.start(row, request.prompt_ids)
+        return []
 
     def _next_chunk(self) -> list[int]:
         """Tokens to run of each of the first arriving prompts, first come first served."""
@@ -424,15 +508,15 @@ class Engine:
         batch.history[first : first + ready].scatter_(1, positions[:, None], first_tokens)
         wanted = [request.params.logprobs for request in fresh if request.params.logprobs is not None]
         found = best_logprobs(logits[:, None], first_tokens, max(wanted)) if wanted else None
-        self.arriving = self.arriving[ready:]
-        batch.requests += fresh
-        batch.anchors = torch.cat([batch.anchors, first_tokens[:, 0]])
         for row, (request, token) in enumerate(zip(fresh, first_tokens[:, 0].tolist(), strict=True)):
-            request.note_logprobs(found, row, 1)
-            request.commit([token], self.decoder.eos_ids)
-        batch.arrange()
-        self._stack_sampling()
-        self._free_rows()
+            request.note_logprobs(found, row, request.commit([token], self.decoder.eos_ids))
+        with self._rearranging():
+            self.arriving = self.arriving[ready:]
+            batch.requests += fresh
+            batch.anchors = torch.cat([batch.anchors, first_tokens[:, 0]])
+            batch.arrange()
+            self._stack_sampling()
+            self._free_rows()
         return fresh
 
     def _round(self) -> list[Request]:
@@ -442,7 +526,8 @@ class Engine:
         verified, accepted = self._commit(requests, lengths, verdict)
         if batch.budget is not None:
             batch.budget.learn(batch.drafted_slots, verified, accepted, time.perf_counter() - begun)
-        self._free_rows()
+        with self._rearranging():
+            self._free_rows()
         return requests
 
     def _commit(
@@ -484,13 +569,18 @@ class Engine:
         left = request.limit - len(request.token_ids) - 1  # the round itself adds one token to those accepted
         return max(0, min(self.reach, left, self.drafter.max_positions - self.batch.cache.lengths[row]))
 
-    def _fail(self, requests: list[Request], error: Exception) -> list[Request]:
-        """End requests whose pass has failed."""
-        for request in requests:
-            if not request.done:
-                request.error = EngineError(f"the request failed in a pass of the model: {error!r}; send it again")
-                request.error.__cause__ = error
-        self._free_rows()
+    def _fail(self, requests: list[Request], error: BaseException) -> list[Request]:
+        """End requests whose pass has failed, and where rows were changing places all that hold one; returns them."""
+        if not self._settled:
+            others = [request for request in self.batch.requests + self.arriving if request not in requests]
+            requests = requests + [request for request in others if not request.done]
+        with self._rearranging():
+            for request in requests:
+                if not request.done:
+                    request.fail(error)
+            self._free_rows()
+            self.batch.clean(self.running)
+        self._settled = True
         return requests
 
     def _free_rows(self) -> None:

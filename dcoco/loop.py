@@ -232,10 +232,10 @@ class EngineLoop:
         for request in dict.fromkeys(progressed):
             ticket = self._tickets[request]
             self._note(ticket, now)
+            if request.output is not None or not ticket.answers.whole:
+                self._news.append((ticket.answers, (ticket.index, request.take())))
             if request.error is not None:
                 self._news.append((ticket.answers, request.error))
-            elif request.done or not ticket.answers.whole:
-                self._news.append((ticket.answers, (ticket.index, request.take())))
 
     def _note(self, ticket: Ticket, now: float) -> None:
         request, stats = ticket.request, ticket.request.stats

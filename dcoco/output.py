@@ -15,11 +15,12 @@ FinishReason = Literal["stop", "length", "cancelled"]
 class Stats:
     """Acceptance and speed of one request; the one definition that decoder, experiments and README share.
 
-    A round is one draft and one verification. The token that the prefill yields belongs to no round, and what a round
-    would have committed behind the end of the text is not counted.
+    A round is one verification, of a draft or of none. The token that the prefill yields belongs to no round, and what
+    a round would have committed behind the end of the text is not counted.
     """
 
     rounds: int = 0
+    drafts: int = 0  # rounds in which any drafted token was verified
     draft_tokens: int = 0  # tokens drafted and submitted to verification
     accepted_tokens: int = 0  # of these, accepted and part of the output
     committed_tokens: int = 0  # tokens that rounds added to the output: accepted ones, corrections and bonus tokens
@@ -50,6 +51,7 @@ class Stats:
         together = cls()
         for stats in each:
             together.rounds += stats.rounds
+            together.drafts += stats.drafts
             together.draft_tokens += stats.draft_tokens
             together.accepted_tokens += stats.accepted_tokens
             together.committed_tokens += stats.committed_tokens
@@ -62,6 +64,7 @@ class Stats:
         for phase, seconds in phase_seconds.items():
             self.phase_seconds[phase] += seconds
         self.rounds += 1
+        self.drafts += drafted > 0
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
         self.committed_tokens += committed

@@ -179,9 +179,10 @@ def load_target(
                 f"target {source.name!r} can't be loaded from {folder}: {error}. Get its files again, or choose another"
             ) from error
     # Transformers fills what is missing or of another shape with random weights, leaves out what it doesn't expect (the
-    # layers above num_hidden_layers, say) and goes on; a target must be whole.
+    # layers above num_hidden_layers, say), takes integers for weights and goes on; a target must be whole.
     model, report = loaded
-    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+    report["integer_keys"] = _integers(folder, {name for name, _ in model.named_parameters()})
+    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "integer_keys"):
         if report.get(fault):
             some = ", ".join(str(key) for key in sorted(report[fault], key=str)[:3])
             count, kind = len(report[fault]), fault.replace("_keys", "")
@@ -192,6 +193,18 @@ def load_target(
     if source.chat is False:
         tokenizer.chat_template = None  # a base model: some carry a template that they were never trained on
     return model.to(device).eval().requires_grad_(False), tokenizer, source
+
+
+def _integers(folder: Path, names: set[str]) -> set[str]:
+    """Which of these weights a folder's safetensors files hold as other than floating-point numbers."""
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            mine = names & set(tensors.keys())
+            found |= {name for name in mine if "F" not in tensors.get_slice(name).get_dtype()}  # F32, BF16, F8_E4M3
+    return found
 
 
 def _is_hub_id(name: str) -> bool:

@@ -106,11 +106,18 @@ def finish(picks: list[Pick], ids: Tensor) -> Draft:
 class DraftState(Protocol):
     """What a drafter remembers of the rows of one engine."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes when all rows are full."""
+
     def move(self, source: int, target: int) -> None:
         """Make row `target` a copy of row `source`."""
 
     def reset(self, row: int) -> None:
         """Forget a row: another request takes it over."""
+
+    def clean(self) -> None:
+        """Zero what doesn't count and is computed with all the same: a pass that failed may have left NaN."""
 
 
 class Drafter(Protocol):

@@ -76,11 +76,18 @@ class LastFeatures:
 
     features: Tensor
 
+    @property
+    def memory_bytes(self) -> int:
+        return self.features.nbytes
+
     def move(self, source: int, target: int) -> None:
         self.features[target] = self.features[source]
 
     def reset(self, row: int) -> None:
         self.features[row] = 0
+
+    def clean(self) -> None:
+        pass  # rows are computed apart from each other, and a reset one is zero
 
 
 class BlockDiffusionDrafter(BlockDrafter):

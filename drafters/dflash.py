@@ -49,6 +49,11 @@ class DFlashState:
     """Keys and values of the context for every draft layer; `cache.lengths` counts the tokens observed."""
 
     cache: RaggedCache
+    bytes_per_token: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cache.rows * self.cache.max_length * self.bytes_per_token
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
@@ -56,6 +61,10 @@ class DFlashState:
 
     def reset(self, row: int) -> None:
         self.cache.lengths[row] = 0
+
+    @torch.inference_mode()
+    def clean(self) -> None:
+        self.cache.clean()
 
 
 class DFlashDrafter(BlockDrafter):
@@ -204,7 +213,11 @@ class DFlashDrafter(BlockDrafter):
         return inputs, hidden.view(inputs.shape)[:, :, width - slots :]
 
     def start(self, rows: int, max_length: int) -> DFlashState:
-        return DFlashState(RaggedCache(rows, max_length + self.config.block_size, self._target[0].device))
+        shape, element = self.config.backbone, self.norm.weight.element_size()
+        bytes_per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * element
+        return DFlashState(
+            RaggedCache(rows, max_length + self.config.block_size, self._target[0].device), bytes_per_token
+        )
 
     @torch.inference_mode()
     def observe(self, state: DFlashState, first: int, taps: list[Tensor], counts_R: Tensor) -> None:

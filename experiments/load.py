@@ -165,6 +165,7 @@ def stats_of(speculation: dict[str, Any]) -> dict[str, Any]:
     rounds = speculation["rounds"]
     return {
         "rounds": rounds,
+        "drafts": speculation["drafts"],
         "draft_tokens": speculation["draft_tokens"],
         "accepted_tokens": speculation["accepted_tokens"],
         "committed_tokens": round(speculation["mean_acceptance_length"] * rounds),

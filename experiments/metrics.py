@@ -91,14 +91,13 @@ def spread(name: str, seconds: Iterable[float]) -> dict[str, float | None]:
 
 
 def drafting(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """vLLM's spec_decode figures, from the requests' `Stats`; rates at positions are shares of all rounds."""
-    rounds, drafted, accepted, committed = (
-        sum(one[key] for one in stats) for key in ("rounds", "draft_tokens", "accepted_tokens", "committed_tokens")
-    )
+    """vLLM's spec_decode figures, from the requests' `Stats`; length and rates at positions are of all rounds."""
+    names = ("rounds", "drafts", "draft_tokens", "accepted_tokens", "committed_tokens")
+    rounds, drafts, drafted, accepted, committed = (sum(one[name] for one in stats) for name in names)
     deepest = max((len(one["accepted_at"]) for one in stats), default=0)
     at = [sum(one["accepted_at"][t] for one in stats if t < len(one["accepted_at"])) for t in range(deepest)]
     return {
-        "spec_decode_num_drafts": rounds,
+        "spec_decode_num_drafts": drafts,
         "spec_decode_draft_tokens": drafted,
         "spec_decode_accepted_tokens": accepted,
         "spec_decode_acceptance_rate": 100.0 * accepted / drafted if drafted else None,  # in percent, as vLLM has it

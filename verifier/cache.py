@@ -39,6 +39,7 @@ class RaggedCache:
         self._values: dict[int, Tensor] = {}
         self._rows = slice(0, 0)
         self._extent = 0
+        self._touched = [0] * rows  # positions of each row that a pass may have written to
         self._slots = torch.empty(0, dtype=torch.int64)  # flat positions (row * L + position) that the pass writes
 
     def begin(self, first: int, rows: int, queries: int, packing: Packing | None = None) -> tuple[Tensor, int]:
@@ -53,12 +54,14 @@ class RaggedCache:
         """
         lengths = self.lengths[first : first + rows]
         counts = [queries] * rows if packing is None else packing.written
-        needed = max(length + count for length, count in zip(lengths, counts, strict=True))
-        if needed > self.max_length:
+        ends = [length + count for length, count in zip(lengths, counts, strict=True)]
+        if max(ends) > self.max_length:
             raise ParameterError(
-                f"the cache holds {self.max_length} positions a row; {max(lengths)} are taken and {needed} would be: "
-                "shorten the block or allocate a longer cache"
+                f"the cache holds {self.max_length} positions a row; {max(lengths)} are taken and {max(ends)} would "
+                "be: shorten the block or allocate a longer cache"
             )
+        for row, end in enumerate(ends, start=first):
+            self._touched[row] = max(self._touched[row], end)
         self._extent = min(max(lengths) + queries, self.max_length)
         self._rows = slice(first, first + rows)
         starts_R1 = torch.tensor(lengths, device=self.device)[:, None]
@@ -76,7 +79,7 @@ class RaggedCache:
 
         The name and the arguments are those of `transformers.Cache.update`, which attention layers call.
         """
-        if layer_idx not in self._keys:
+        if layer_idx not in self._values:  # the second one that is allocated, if memory lasts
             self._keys[layer_idx] = self._allocate(keys)
             self._values[layer_idx] = self._allocate(values)
         return self._write(self._keys[layer_idx], keys), self._write(self._values[layer_idx], values)
@@ -89,6 +92,14 @@ class RaggedCache:
         for store in (*self._keys.values(), *self._values.values()):
             store[target, :length] = store[source, :length]
         self.lengths[target] = length
+        self._touched[target] = max(self._touched[target], length)
+
+    def clean(self) -> None:
+        """Zero what doesn't count: a pass that failed may have left NaN, and 0 * NaN reaches through any mask."""
+        for row, (length, touched) in enumerate(zip(self.lengths, self._touched, strict=True)):
+            for store in (*self._keys.values(), *self._values.values()):
+                store[row, length:touched] = 0
+        self._touched = list(self.lengths)
 
     def keep(self, moves: list[tuple[int, int, int]]) -> None:
         """Close the gaps behind an accepted branch: each (row, source, target) moves a token of the last pass, both

@@ -51,7 +51,7 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None  # generation ends before the first of these strings
     stop_token_ids: Sequence[int] | None = None  # generation ends at any of these tokens
     ignore_eos: bool = False  # go on past the end-of-sequence token
-    min_tokens: int = 0  # no end-of-sequence token and none of stop_token_ids before so many tokens
+    min_tokens: int = 0  # no end (end-of-sequence token, stop, stop_token_ids) before so many tokens
     repetition_penalty: float = 1.0  # > 1 makes tokens of prompt and answer less likely; 1 = off
     presence_penalty: float = 0.0  # -2 to 2, taken off the logits of the answer's tokens
     frequency_penalty: float = 0.0  # -2 to 2, the same for each time that they occur

@@ -95,18 +95,19 @@ class Target:
             ids_RQ, positions_RQ = packing.pack(ids_RQ)[None], packing.pack(positions_RQ)[None]
         embedded = self.embedding(ids_RQ)
         self._wanted = {tap for tap in taps if tap >= 0}
-        out = self.body(
-            inputs_embeds=embedded,
-            attention_mask=mask,
-            # Beside a longer row, one at the limit is given tokens behind it; they never count.
-            position_ids=positions_RQ.clamp(max=self.max_positions - 1),
-            cache=cache,
-            use_cache=True,
-            packing=packing,
-        )
-        found = [embedded if tap < 0 else self.tapped[tap] for tap in taps]
-        self.tapped.clear()
-        return Pass(out.last_hidden_state, found)
+        try:
+            out = self.body(
+                inputs_embeds=embedded,
+                attention_mask=mask,
+                # Beside a longer row, one at the limit is given tokens behind it; they never count.
+                position_ids=positions_RQ.clamp(max=self.max_positions - 1),
+                cache=cache,
+                use_cache=True,
+                packing=packing,
+            )
+            return Pass(out.last_hidden_state, [embedded if tap < 0 else self.tapped[tap] for tap in taps])
+        finally:
+            self.tapped.clear()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., H] that have passed the final norm."""

@@ -23,6 +23,7 @@ def speculation(stats: Stats) -> dict[str, Any]:
     """How well drafting went, as the server reports it."""
     return {
         "rounds": stats.rounds,
+        "drafts": stats.drafts,
         "draft_tokens": stats.draft_tokens,
         "accepted_tokens": stats.accepted_tokens,
         "mean_acceptance_length": stats.mean_acceptance_length,
@@ -113,7 +114,7 @@ class Metrics:
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens run", self.prompt_tokens),
             ("generation_tokens", "Tokens generated", self.generation_tokens),
-            ("spec_decode_num_drafts", "Rounds, those without a draft included", stats.rounds),
+            ("spec_decode_num_drafts", "Drafts verified, at most one a round", stats.drafts),
             ("spec_decode_num_draft_tokens", "Tokens drafted and verified", stats.draft_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted", stats.accepted_tokens),
         ):

@@ -43,8 +43,7 @@ def serve(options: Options, listener: socket.socket) -> None:
     dtype = str(decoder.target.dtype).removeprefix("torch.")
     greeting = (
         f"{name} ({dtype}, method {options.method}) at http://{f'[{host}]' if ':' in host else host}:{port}\n"
-        f"{engine.max_num_seqs} rows of {engine.max_model_len} tokens: "
-        f"up to {engine.memory_bytes / 2**30:.2f} GiB of cache"
+        f"{engine.max_num_seqs} rows of {engine.max_model_len} tokens: up to {engine.memory_bytes / 2**30:.2f} GiB"
     )
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(options.grace) + LAST_WORDS

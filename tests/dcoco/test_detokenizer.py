@@ -138,13 +138,20 @@ anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=R
 def test_stop_strings_cut_any_text(kind):
     tokenizer = tokenizer_of(kind)
 
-    def first_stop(ids, stops):
-        """The text before the first stop string, and how many tokens it took to see it: decoded anew each time."""
+    def first_stop(ids, stops, min_tokens):
+        """The text before the first stop string that is not complete too early, and how many tokens it took to see it:
+        decoded anew each time."""
+        early = 0  # characters of the first min_tokens
         for count in range(1, len(ids) + 1):
             text = tokenizer.decode(ids[:count])
-            found = [text.find(stop) for stop in stops if stop in text]
-            if found and not text.endswith(REPLACEMENT):
-                return text[: min(found)], count
+            if text.endswith(REPLACEMENT):
+                continue
+            if count <= min_tokens:
+                early = len(text)
+                continue
+            starts = [text.find(stop, max(0, early + 1 - len(stop))) for stop in stops]
+            if any(start >= 0 for start in starts):
+                return text[: min(start for start in starts if start >= 0)], count
         return tokenizer.decode(ids), len(ids)
 
     @settings(max_examples=200, deadline=None, derandomize=True)
@@ -153,13 +160,13 @@ def test_stop_strings_cut_any_text(kind):
         text = repeated * data.draw(st.integers(0, 4)) + rest  # what repeats itself keeps half a stop string open
         spans = st.tuples(st.integers(0, len(text)), st.integers(1, 5)).map(lambda span: text[span[0] : sum(span)])
         stops = [stop for stop in data.draw(st.lists(spans | anything, min_size=1, max_size=3)) if stop]
-        ids = tokenizer.encode(text)
-        detokenizer, handed, taken = Detokenizer(tokenizer, stops), "", 0
+        ids, min_tokens = tokenizer.encode(text), data.draw(st.sampled_from([0, 0, 1, 5, 30]))
+        detokenizer, handed, taken = Detokenizer(tokenizer, stops, min_tokens), "", 0
         while taken < len(ids) and not detokenizer.stopped:
             handed += detokenizer.push(ids[taken])
             taken += 1
         handed += detokenizer.finish()
         assert handed == detokenizer.text
-        assert (handed, taken) == first_stop(ids, stops)
+        assert (handed, taken) == first_stop(ids, stops, min_tokens)
 
     check()

@@ -67,6 +67,13 @@ ENDINGS = {
     "stop as the last token": lambda t: ({"stop": letters(t[4:7]), "max_tokens": 7}, [], (7, 4, "stop")),
     "half a stop": lambda t: ({"stop": letters(t[5:9]), "max_tokens": 7}, [], (7, 7, "length")),
     "eos inside a stop": lambda t: ({"stop": letters(t[5:8])}, [t[7]], (8, 7, "stop")),
+    "stop too early": lambda t: ({"stop": letters(t[2:4]), "min_tokens": 4}, [], (24, 24, "length")),
+    "stop early enough": lambda t: ({"stop": letters(t[2:4]), "min_tokens": 3}, [], (4, 2, "stop")),
+    "stop too early within a stop": lambda t: (
+        {"stop": [letters(t[3:9]), letters(t[4:6])], "min_tokens": 6},
+        [],
+        (9, 3, "stop"),
+    ),
     "stop before eos": lambda t: ({"stop": letters(t[5:8])}, [t[8]], (8, 5, "stop")),
 }
 
@@ -174,7 +181,9 @@ def test_a_published_drafter_with_fewer_positions_than_its_target():
     given = [[5] * 3, [6] * 15, [7] * 30]
     outputs, plain = (decoder.generate(given, SamplingParams(max_tokens=20), m) for m in ("top1", "plain"))
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
-    assert outputs[0].stats.draft_tokens > 0 == outputs[2].stats.draft_tokens
+    first, _, last = (output.stats for output in outputs)
+    assert first.draft_tokens > 0 == last.draft_tokens
+    assert first.rounds > first.drafts > 0 == last.drafts
 
 
 def test_a_row_at_the_position_limit_beside_a_short_one():

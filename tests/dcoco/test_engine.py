@@ -6,9 +6,12 @@ DCOCO_FUZZ_ENGINE sets the number of random lives of an engine.
 import gc
 import os
 import random
+import sys
 import weakref
+from contextlib import nullcontext
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 
@@ -147,9 +150,9 @@ class Life:
         action = draw.choices(["submit", "submit_all", "cancel", "step", "iterate"], [6, 1, 2, 12, 4])[0]
         if action in ("submit", "submit_all"):
             params = self.params(draw.choice([1, 2, 4]) if action == "submit_all" else 1)
-            room = engine.max_num_seqs - engine.running - len(engine.waiting)
-            if engine.max_waiting is not None and params.n > room + engine.max_waiting:
-                with pytest.raises(QueueFullError):
+            most = engine.max_num_seqs + (float("inf") if engine.max_waiting is None else engine.max_waiting)
+            if params.n + engine.running + len(engine.waiting) > most:
+                with pytest.raises(QueueFullError if params.n <= most else ParameterError):
                     engine.submit_all(self.prompt(), params)
             elif action == "submit":
                 self.asked.append(engine.submit(self.prompt(), params))
@@ -204,6 +207,7 @@ class Life:
         assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
         assert stats.accepted_tokens <= stats.committed_tokens <= stats.accepted_tokens + stats.rounds
         assert stats.rounds == len(output.trace) <= stats.committed_tokens
+        assert stats.drafts <= min(stats.rounds, stats.draft_tokens)
 
 
 @pytest.mark.parametrize("seed", range(LIVES))
@@ -330,9 +334,9 @@ def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
     arriving = [engine.submit(ids, LONG) for ids in given[2:]]
     failing_once(monkeypatch, decoder)
     assert set(engine.step()) == {first, *arriving}
-    assert "a pass for 2 requests failed" in caplog.text
+    assert "2 requests failed" in caplog.text and "Traceback" in caplog.text
     for request in arriving:
-        with pytest.raises(EngineError, match=r"failed in a pass of the model: RuntimeError\('bad luck'\)"):
+        with pytest.raises(EngineError, match=r"the request failed: RuntimeError\('bad luck'\)"):
             list(request)
         assert request.done and request.output is None
     again = engine.submit(given[2], LONG)
@@ -343,6 +347,139 @@ def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
         arriving[0].result()
 
 
+def interrupted(run, moment):
+    """Ctrl-C before the line number `moment` that `run` comes to in engine and cache; returns how many were left."""
+    before, left = sys.gettrace(), moment
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("dcoco/engine.py", "verifier/cache.py")):
+            return None
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt) if moment < sys.maxsize else nullcontext():
+            run()
+    finally:
+        sys.settrace(before)
+    return left
+
+
+def test_ctrl_c_at_any_moment_spoils_no_text(monkeypatch):
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 17)
+    monkeypatch.setattr("dcoco.engine.DISORDER", 0.5)
+    decoder, given = tiny_decoder("qwen3"), prompts(7, seed=5)
+    each = [SamplingParams(max_tokens=3 + 3 * i, ignore_eos=True, frequency_penalty=0.5 * (i % 2)) for i in range(7)]
+    plain, finished = plain_ids(decoder, given, each), []
+
+    def life(moment):
+        engine = Engine(decoder, max_num_seqs=4)
+        requests = [engine.submit(ids, params) for ids, params in zip(given, each, strict=True)]
+
+        def run():
+            engine.step()
+            engine.cancel(requests[2])
+            while engine.busy:
+                engine.step()
+
+        left = interrupted(run, moment)
+        while engine.busy:
+            engine.step()
+        assert all(request.done for request in requests) and engine.running == 0
+        for request, ids in zip(requests, plain, strict=True):
+            whole = request.output is not None and request.output.finish_reason == "length"
+            finished.append(whole)
+            assert request.token_ids == (ids if whole else ids[: len(request.token_ids)])
+        return moment - left
+
+    lines = life(sys.maxsize)
+    assert finished == [True, True, False, True, True, True, True]
+    for part in range(1, 24):
+        life(lines * part // 24)
+    assert 40 < sum(finished) < 130
+
+
+def test_memory_that_does_not_suffice_fails_one_request(monkeypatch, caplog):
+    decoder, given = tiny_decoder(), prompts(3, seed=5)
+    engine, plain = Engine(decoder), plain_ids(decoder, given)
+    monkeypatch.setattr("dcoco.engine.TokenCounts", None)
+    each = [LONG, SamplingParams(presence_penalty=1.0), LONG]
+    requests = [engine.submit(ids, params) for ids, params in zip(given, each, strict=True)]
+    assert engine.step().count(requests[1]) == 1
+    while engine.busy:
+        engine.step()
+    assert "TypeError" in str(requests[1].error) and not requests[1].token_ids
+    assert [requests[0].result().token_ids, requests[2].result().token_ids] == [plain[0], plain[2]]
+
+
+@pytest.mark.parametrize("method", ["dcoco", "plain"])
+@pytest.mark.parametrize("count", [0, 5])
+def test_a_token_that_can_not_become_text_fails_its_own_request(monkeypatch, caplog, method, count):
+    decoder, given = tiny_decoder(), prompts(3, seed=5)
+    engine, plain = Engine(decoder, method), plain_ids(decoder, given)
+    requests = [engine.submit(ids, SamplingParams(max_tokens=30, ignore_eos=True, logprobs=0)) for ids in given]
+    push, detokenizer = requests[1]._detokenizer.push, requests[1]._detokenizer
+    monkeypatch.setattr(detokenizer, "push", lambda token: push(token if len(detokenizer._ids) < count else None))
+    while engine.busy:
+        engine.step()
+    assert "TypeError" in str(requests[1].error) and "can't become text" in caplog.text
+    assert requests[1].token_ids == plain[1][:count] and len(requests[1].logprobs) == count
+    assert [requests[0].result().token_ids, requests[2].result().token_ids] == [plain[0], plain[2]]
+
+
+def test_nothing_is_kept_of_a_pass_that_failed(monkeypatch, caplog):
+    caplog.set_level("CRITICAL", "dcoco.engine")  # the log's record holds the traceback, and pytest all records
+    decoder, seen = tiny_decoder(), []
+
+    def fail(module, args, output):
+        seen.append(weakref.ref(output if isinstance(output, torch.Tensor) else output[0]))
+        raise RuntimeError("bad luck")
+
+    with decoder.target.layers[2].register_forward_hook(fail):
+        engine, taps = Engine(decoder), decoder.drafter.taps
+        request = engine.submit([5], LONG)
+        gc.disable()
+        try:
+            engine.step()
+            assert request.error is not None and [reference() for reference in seen] == [None]
+        finally:
+            gc.enable()
+    assert taps and not decoder.target.tapped
+
+
+@pytest.mark.parametrize("moment", ["prompt", "round"])
+@pytest.mark.parametrize("make", [tiny_decoder, dflash_decoder])
+def test_a_failed_pass_leaves_no_nan_in_any_row(monkeypatch, caplog, make, moment):
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 50)
+    decoder, given = make("qwen3"), [[5] * 50, [6] * 9, [7] * 60, [8] * 3, [9] * 20]
+    engine, plain = Engine(decoder, max_num_seqs=3), plain_ids(decoder, given)
+    requests = [engine.submit(ids, LONG) for ids in given[:2]]  # one chunk each
+    if moment == "round":
+        engine.step()
+        engine.step()
+    observe = decoder.drafter.observe
+    poison = decoder.target.embedding.register_forward_hook(lambda module, args, output: output * torch.nan)
+
+    def fail(*args):
+        observe(*args)
+        poison.remove()
+        monkeypatch.setattr(decoder.drafter, "observe", observe)
+        raise RuntimeError("bad luck")
+
+    monkeypatch.setattr(decoder.drafter, "observe", fail)
+    engine.step()
+    requests += [engine.submit(ids, LONG) for ids in given[2:]]
+    while engine.busy:
+        engine.step()
+    assert [request.error is None for request in requests] == [False, moment == "prompt", True, True, True]
+    found = [(index, request.token_ids) for index, request in enumerate(requests) if request.error is None]
+    assert found == [(index, plain[index]) for index, _ in found]
+
+
 def test_queue_limits_count_free_rows_and_all_answers():
     engine = Engine(tiny_decoder(), max_num_seqs=2, max_waiting=1)
     two = SamplingParams(max_tokens=4, n=2, seed=2**63 - 1, temperature=1.0)
@@ -350,6 +487,8 @@ def test_queue_limits_count_free_rows_and_all_answers():
     assert [request.seed for request in requests] == [2**63 - 1, -(2**63)]
     with pytest.raises(QueueFullError):
         engine.submit_all([5], two)
+    with pytest.raises(ParameterError, match=r"n=2147483647: 3 answers .* max_num_seqs=2 run and max_waiting=1 wait"):
+        engine.submit_all([5], SamplingParams(n=2**31 - 1))  # at once: none is made
     assert len(engine.waiting) == 2  # all or none
     engine.submit([5], LONG)
     with pytest.raises(QueueFullError, match="3 requests wait already and 1 may"):
@@ -376,9 +515,48 @@ def test_the_longest_prompt_gets_one_token():
 
 def test_sizes_that_make_no_sense_are_refused():
     decoder = tiny_decoder()
-    for name, value in {"max_num_seqs": 0, "max_waiting": -1, "max_model_len": 1, "method": "fast"}.items():
-        with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
-            Engine(decoder, **{name: value})
+    for name, values in {
+        "max_num_seqs": [0, "8", 2.5, None, True],
+        "max_waiting": [-1, "8", 0.0, False],
+        "max_model_len": [1, "8", 2.5, True],
+        "method": ["fast", None, 3],
+    }.items():
+        for value in values:
+            with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
+                Engine(decoder, **{name: value})
+
+
+def test_arguments_of_the_wrong_type_are_named():
+    decoder = tiny_decoder()
+    engine, other = Engine(decoder), Engine(decoder)
+    for prompt, odd in ((None, None), (5, 5), ("text", "t"), ([5, None], None), ([5.0], 5.0), ([True], True)):
+        with pytest.raises(ParameterError, match=f"prompt_ids: {odd!r} instead of plain ints in a list"):
+            engine.submit(prompt, LONG)
+    for ids in (np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5)], [torch.tensor(5)]):
+        for submit in (engine.submit, engine.submit_all, lambda ids, params: decoder.generate([ids], params)):
+            with pytest.raises(ParameterError, match=r"plain ints.*; give an array's or a tensor's .tolist\(\)"):
+                submit(ids, LONG)
+    for params in (None, 5, {"max_tokens": 3}):
+        for submit in (engine.submit, engine.submit_all):
+            with pytest.raises(ParameterError, match=f"params={params}: must be SamplingParams"):
+                submit([5], params)
+    assert not engine.busy
+    request = other.submit([5], LONG)
+    for odd in (None, 5, request):
+        with pytest.raises(ParameterError, match="no request of this engine; cancel it where it was submitted"):
+            engine.cancel(odd)
+    assert len([token for chunk in request for token in chunk.token_ids]) == 30
+
+
+def test_what_was_committed_comes_before_the_error(monkeypatch, caplog):
+    decoder = tiny_decoder()
+    engine, plain = Engine(decoder), plain_ids(decoder, [[5]])[0]
+    request, chunks = engine.submit([5], LONG), []
+    monkeypatch.setattr(decoder, "round", None)  # the first token comes in the same step
+    with pytest.raises(EngineError, match="TypeError"):
+        for chunk in request:
+            chunks.append(chunk)
+    assert [(chunk.text, chunk.token_ids) for chunk in chunks] == [(chr(256 + plain[0]), plain[:1])]
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch, caplog):
@@ -402,12 +580,16 @@ def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch, caplog):
         assert [reference() for reference in seen] == [None] * 5
 
 
-def test_the_memory_it_tells_of_is_what_the_cache_takes():
-    engine = Engine(tiny_decoder("gemma3"), max_num_seqs=3, max_model_len=50)
+@pytest.mark.parametrize("make", [tiny_decoder, dflash_decoder])
+def test_the_memory_it_tells_of_is_what_it_takes(make):
+    engine = Engine(make("qwen3"), max_num_seqs=3, max_model_len=50)
+    told, batch = engine.memory_bytes, engine.batch
     list(engine.submit([5], LONG))
-    cache = engine.batch.cache
-    stores = [*cache._keys.values(), *cache._values.values()]
-    assert engine.memory_bytes == sum(store.numel() * store.element_size() for store in stores)
+    state = batch.draft_state
+    caches = [batch.cache] + ([state.cache] if make is dflash_decoder else [])
+    kept = [store for cache in caches for store in (*cache._keys.values(), *cache._values.values())]
+    kept += [batch.history] + ([] if make is dflash_decoder else [state.features])
+    assert told == engine.memory_bytes == sum(store.nbytes for store in kept)
 
 
 def test_prompts_that_wait_for_their_chunk_outlive_a_pass_that_fails(monkeypatch, caplog):

@@ -149,6 +149,19 @@ def test_a_thread_that_dies_tells_everyone(moment):
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
 
+def test_what_was_committed_comes_before_the_error(monkeypatch):
+    async def main() -> None:
+        async with looping() as engine_loop:
+            monkeypatch.setattr(engine_loop.engine.decoder, "round", None)
+            answers, found = await engine_loop.submit(prompts(1), LONG), []
+            with pytest.raises(EngineError, match="TypeError"):
+                async for _, chunk in answers:
+                    found.append(chunk.text)
+            assert found == [expected(prompts(1))[0][0]]
+
+    asyncio.run(main())
+
+
 def test_an_error_in_submitting_is_the_submitters(monkeypatch):
     async def main() -> None:
         async with looping() as engine_loop:

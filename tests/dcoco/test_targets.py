@@ -162,6 +162,9 @@ def test_incomplete_or_unreadable_weights_are_target_errors(folder: Path) -> Non
     save_file({**weights, lost: torch.zeros(3, 3)}, file, metadata={"format": "pt"})
     with pytest.raises(TargetError, match=lost):
         load_target(str(folder))
+    save_file({**weights, lost: weights[lost].to(torch.int8)}, file, metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=f"1 integer weights: {lost}"):
+        load_target(str(folder))
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(TargetError, match="can't be loaded"):
         load_target(str(folder))

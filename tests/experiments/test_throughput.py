@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 from dcoco import SamplingParams
 from dcoco.engine import Engine
 from dcoco.errors import ConfigError
+from dcoco.output import Stats
 from experiments import load as load_module
 from experiments import throughput
 from experiments.environment import CONF
@@ -159,11 +161,13 @@ def test_figures_by_hand():
 
 
 def test_drafting_is_told_as_stats_define_it():
-    stats = {"rounds": 4, "draft_tokens": 12, "accepted_tokens": 6, "committed_tokens": 10, "accepted_at": [3, 2, 1]}
-    shallow = {"rounds": 4, "draft_tokens": 0, "accepted_tokens": 0, "committed_tokens": 4, "accepted_at": []}
-    timelines = [Timeline(1, 0.0, 1.0, [(1.0, 10)], one) for one in (stats, shallow)]
+    deep, shallow = Stats(), Stats()
+    for drafted, accepted in ((3, 3), (3, 2), (6, 1), (0, 0)):
+        deep.count(drafted, 3, accepted, accepted + 1, {})
+        shallow.count(0, 0, 0, 1, {})
+    timelines = [Timeline(1, 0.0, 1.0, [(1.0, 10)], asdict(one)) for one in (deep, shallow)]
     of = figures([Pass("dcoco", Load(2), 0, timelines)])
-    assert of["spec_decode_num_drafts"] == 8
+    assert of["spec_decode_num_drafts"] == 3
     assert (of["spec_decode_draft_tokens"], of["spec_decode_accepted_tokens"]) == (12, 6)
     assert of["spec_decode_acceptance_rate"] == 50.0
     assert of["spec_decode_acceptance_length"] == pytest.approx(14 / 8)
