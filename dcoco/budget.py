@@ -29,6 +29,7 @@ PROBE = 32  # rounds between full drafts, which show whether drafting more would
 FADE = 0.9  # of the promises of earlier drafts, a round
 MEMORY = 0.98  # of the counts that the calibration rests on, a round
 EDGES = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 1.0])  # of the classes of probability
+HOPE = 0.998  # of the drift of a kind of round that isn't tried, a round
 PRIOR = 4.0  # tokens of each class that calibration starts from, accepted as often as they said
 PLAIN, EVEN, RAGGED = range(3)  # kinds of rounds
 OUTLIER = 2.0  # a round that takes so many times what was expected says nothing of the next
@@ -55,6 +56,7 @@ class Budget:
         self._promise = np.zeros((len(self.choices), 2, most + 1))
         self._noted = np.full(len(self.choices), -np.inf)  # the round that it was last updated in
         self._drift = np.ones(3)  # how much longer rounds take than was measured: PLAIN, EVEN and RAGGED ones
+        self._ran = np.zeros(3)  # the last round of each kind
         self._rounds = 0
 
     def slots(self, recalled: Draft, limits: Tensor) -> int:
@@ -133,10 +135,9 @@ class Budget:
         expected = float(cost(rows, np.asarray(rows + verified)))
         expected += self.costs.of_draft(rows, slots) if slots else 0.0
         if seconds < OUTLIER * expected * self._drift[kind]:
-            self._drift[kind] += (1.0 - FADE) * (seconds / expected - self._drift[kind])
-            if kind != PLAIN:  # what isn't tried is forgotten, so that it's tried again
-                other = EVEN + RAGGED - kind
-                self._drift[other] += (1.0 - MEMORY) * (self._drift[kind] - self._drift[other])
+            fresh = 1.0 - FADE ** max(1, self._rounds - self._ran[kind])
+            self._drift[kind] += fresh * (seconds / expected - self._drift[kind])
+        self._ran[kind] = self._rounds
 
     def _rates(self, p: np.ndarray, drafting: float) -> tuple[np.ndarray, np.ndarray]:
         """Expected tokens a second if 0, 1, 2, ... tokens of each row are verified, or of all rows together, by the
@@ -146,12 +147,17 @@ class Budget:
             tokens = rows + step * np.arange(len(gains))
             found.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
             if not drafting:
-                found[-1][0] = rows / (float(self.costs.of_even(rows, tokens[:1])[0]) * self._drift[PLAIN])
+                found[-1][0] = rows / (float(self.costs.of_even(rows, tokens[:1])[0]) * self._expected_drift(PLAIN))
         return found[0], found[1]
 
     def _passes(self) -> list[tuple[Callable[[int, np.ndarray], np.ndarray], float]]:
         """Costs and drift of even and of ragged rounds."""
-        return [(self.costs.of_even, self._drift[EVEN]), (self.costs.of_ragged, self._drift[RAGGED])]
+        costs = self.costs
+        return [(costs.of_even, self._expected_drift(EVEN)), (costs.of_ragged, self._expected_drift(RAGGED))]
+
+    def _expected_drift(self, kind: int) -> float:
+        """The drift of a kind of round; what hasn't been tried for long is thought ever faster, and so tried again."""
+        return float(self._drift[kind] * HOPE ** (self._rounds - self._ran[kind]))
 
     def _remember(self, p: np.ndarray, depths: np.ndarray, slots: int) -> None:
         """Note what this draft promises, and what shorter ones would have promised."""

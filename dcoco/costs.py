@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 4, 16, 32, 64)
 TOKENS = (1, 2, 4, 8, 16)  # of a row
+FIRST_RAGGED = 1.25  # tokens of a row: the fewest of a ragged pass, which costs more from the first one on
 CONTEXT = (448, 64)  # positions that the first and the last of the measured rows hold
 LONGEST = 24  # of one row
 GOLDEN = 0.618  # its multiples spread evenly between whole numbers
@@ -44,7 +45,7 @@ class Costs:
     rows: list[int]
     tokens: list[int]  # a row
     even: list[list[float]]  # [rows][tokens]: one pass, to the most probable token of every query
-    ragged: list[list[float]]  # the same for as many tokens on average, in rows that have more or fewer
+    ragged: list[list[float]]  # for 1 and FIRST_RAGGED tokens and as many as `tokens` beyond that on average
     slots: list[int]
     draft: list[list[float]]  # [rows][slots]: drafting and correcting
 
@@ -54,13 +55,14 @@ class Costs:
 
     def of_ragged(self, rows: int, tokens: np.ndarray) -> np.ndarray:
         """Seconds of a pass of so many tokens altogether in `rows` rows of different lengths."""
-        return self._between(rows, np.asarray(tokens) / rows, self.tokens, self.ragged)
+        points = [1, FIRST_RAGGED, *self.tokens[1:]]
+        return self._between(rows, np.asarray(tokens) / rows, points, self.ragged)
 
     def of_draft(self, rows: int, slots: int) -> float:
         """Seconds of drafting blocks of `slots` tokens for `rows` rows."""
         return float(self._between(rows, np.asarray(slots), self.slots, self.draft))
 
-    def _between(self, rows: int, x: np.ndarray, points: list[int], curves: list[list[float]]) -> np.ndarray:
+    def _between(self, rows: int, x: np.ndarray, points: list[Any], curves: list[list[float]]) -> np.ndarray:
         values = [_interpolate(x, points[: len(curve)], curve) for curve in curves]
         if len(values) == 1:
             return values[0]
@@ -69,7 +71,7 @@ class Costs:
         return values[upper - 1] * (1.0 - share) + values[upper] * share
 
 
-def _interpolate(x: np.ndarray, points: list[int], curve: list[float]) -> np.ndarray:
+def _interpolate(x: np.ndarray, points: list[Any], curve: list[float]) -> np.ndarray:
     inside = np.interp(x, points, curve)
     if len(points) == 1:
         return inside
@@ -132,8 +134,12 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
         within = [count for count in TOKENS if rows * count <= MOST or count <= 2]
         run([1] * rows)  # the first call allocates the cache
         costs.even.append([_seconds(run, [count] * rows, target.device) for count in within])
-        uneven = [] if rows == 1 else [_seconds(run, spread(rows, count), target.device) for count in within[1:]]
-        costs.ragged.append([costs.even[-1][0], *(uneven or costs.even[-1][1:])])
+        one, *more = costs.even[-1]
+        if rows > 1:
+            more = [_seconds(run, spread(rows, count), target.device) for count in (FIRST_RAGGED, *within[1:])]
+        else:  # one row is never ragged
+            more = [float(np.interp(FIRST_RAGGED, within, costs.even[-1])), *more]
+        costs.ragged.append([one, *more])
         costs.draft.append([_seconds(draft, count, target.device) for count in slots])
     return costs
 
@@ -144,12 +150,13 @@ def contexts(rows: int, longest: int) -> list[int]:
     return [longest - (longest - shortest) * row // max(1, rows - 1) for row in range(rows)]
 
 
-def spread(rows: int, mean: int) -> list[int]:
+def spread(rows: int, mean: float) -> list[int]:
     """Tokens of each row where rows x mean are verified: one and, as drafts are good or bad, few or many more."""
     shares = [-math.log(1.0 - (0.5 + row * GOLDEN) % 1.0) for row in range(rows)]  # exponential, in no order
-    extra, total = rows * (mean - 1), sum(shares)
+    wanted, total = round(rows * mean), sum(shares)
+    extra = wanted - rows
     counts = [1 + min(LONGEST - 1, int(extra * share / total)) for share in shares]
-    for row in sorted(range(rows), key=lambda row: counts[row])[: rows * mean - sum(counts)]:
+    for row in sorted(range(rows), key=lambda row: counts[row])[: wanted - sum(counts)]:
         counts[row] += 1
     return counts
 

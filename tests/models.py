@@ -19,6 +19,7 @@ from transformers import (
 
 from dcoco import DCOCODecoder
 from dcoco.corrector import Corrector, CorrectorConfig
+from dcoco.costs import Costs
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from verifier.attention import fold_mask
 from verifier.target import Target
@@ -111,6 +112,11 @@ def tiny_decoder(
     corrector.to(target.dtype)
     options.setdefault("eos_ids", [EOS])
     return DCOCODecoder(target, LetterTokenizer(), drafter.prepare(), corrector, **options)
+
+
+def costs_of(a_token):
+    """A machine on which a pass takes 1 and each token in it so much more."""
+    return Costs([1], [1, 2], [[1.0, 1.0 + a_token]], [[1.0, 1.0 + a_token / 4, 1.0 + a_token]], [1], [[0.1]])
 
 
 def prompts(count: int, longest: int = 20, seed: int = 0) -> list[list[int]]:

@@ -22,7 +22,7 @@ from dcoco.engine import Engine
 from dcoco.errors import EngineError, ParameterError, QueueFullError
 from drafters.base import Draft
 from drafters.dflash import DFlashConfig, DFlashDrafter
-from tests.models import FAMILIES, VOCABULARY, prompts, tiny_decoder
+from tests.models import FAMILIES, VOCABULARY, costs_of, prompts, tiny_decoder
 
 LIVES = int(os.environ.get("DCOCO_FUZZ_ENGINE", "24"))
 LONG = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -72,8 +72,7 @@ class Life:
         decoder.recall, a_token = draw.random() < 0.7, draw.choice([None, None, 0.01, 0.3])
         decoder.adaptive, reach = a_token is not None, decoder.reach(method)
         if decoder.adaptive and method != "plain":
-            passes = [[1.0, 1.0 + (a_token or 0.0)]]
-            costs = Costs([1], [1, 2], passes, passes, [1], [[0.1]])
+            costs = costs_of(a_token or 0.0)
             decoder._budgets = {method: Budget(costs, decoder.drafter.block_size, reach)}
             patch.setattr(Budget, "learn", learn_no_time)
         self.room = draw.choice([2, 17, 64, 100, 128])
@@ -297,8 +296,7 @@ def test_engines_over_one_decoder_and_generate_in_between(monkeypatch):
     """They share the models and, by method, the budget."""
     monkeypatch.setattr(Budget, "learn", learn_no_time)
     decoder, given = tiny_decoder("qwen3", adaptive=True), prompts(6, seed=4)
-    passes = [[1.0, 1.05]]
-    budget = Budget(Costs([1], [1, 2], passes, passes, [1], [[0.1]]), 4, decoder.tree_size)
+    budget = Budget(costs_of(0.05), 4, decoder.tree_size)
     decoder._budgets = {"dcoco": budget}
     engines = [Engine(decoder, "dcoco", 2, 60), Engine(decoder, "dcoco", 3, 90)]
     plain = plain_ids(decoder, given)
@@ -603,7 +601,8 @@ def test_prompts_that_wait_for_their_chunk_outlive_a_pass_that_fails(monkeypatch
 
 
 def test_a_budget_that_buys_nothing_verifies_nothing():
-    costs = Costs([1], [1, 2], [[1.0, 3.0]], [[0.99, 3.0]], [1], [[0.1]])  # ragged is dearer, but for a hair at first
+    ragged = [[0.99, 1.5, 3.0]]  # dearer, but for a hair at first
+    costs = Costs([1], [1, 2], [[1.0, 3.0]], ragged, [1], [[0.1]])
     draft = Draft(torch.zeros(2, 3, dtype=torch.int64), log_probs=torch.tensor([[0.1, 0.05, 0.02]] * 2).log())
     assert Budget(costs, 4, 4).spend(draft, torch.tensor([3, 0]), 3) == [0, 0]
 

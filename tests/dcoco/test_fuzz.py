@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from dcoco import SamplingParams
 from dcoco.budget import Budget
-from dcoco.costs import Costs
 from dcoco.engine import Engine
-from tests.models import EOS, FAMILIES, VOCABULARY, tiny_decoder
+from tests.models import EOS, FAMILIES, VOCABULARY, costs_of, tiny_decoder
 
 EXAMPLES = int(os.environ.get("DCOCO_FUZZ", "500"))
 
@@ -24,12 +23,6 @@ def decoder_of(family, block, candidates, trusting):
         decoder.corrector.pair_out.weight[0, 0] = 1.0
         decoder.corrector.pair_recalled.weight[1:, 0] = 20.0
     return decoder
-
-
-def costs_of(a_token):
-    """A machine on which a pass takes 1 and each token in it so much more."""
-    passes = [[1.0, 1.0 + a_token]]
-    return Costs([1], [1, 2], passes, passes, [1], [[0.1]])
 
 
 tokens = st.one_of(st.integers(0, VOCABULARY - 1), st.sampled_from([5, 6]))  # the second makes texts repeat themselves
