@@ -428,6 +428,7 @@ class Engine:
         batch.requests += fresh
         batch.anchors = torch.cat([batch.anchors, first_tokens[:, 0]])
         for row, (request, token) in enumerate(zip(fresh, first_tokens[:, 0].tolist(), strict=True)):
+            request.stats.prefill_seconds = time.perf_counter() - request.begun
             request.note_logprobs(found, row, 1)
             request.commit([token], self.decoder.eos_ids)
         batch.arrange()
