@@ -21,21 +21,17 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from tqdm import tqdm
 
 from dcoco import DCOCODecoder, RequestOutput, SamplingParams, Stats
-from dcoco.corrector import load_corrector
 from dcoco.decoder import NO_DRAFTER
 from dcoco.errors import ConfigError
-from dcoco.targets import drafter_folder, load_target, resolve_drafter
-from drafters.registry import load_drafter
-from experiments.benchmarks import load_benchmark
+from dcoco.targets import load_target
 from experiments.comparison import cells, markdown, means
 from experiments.comparison_plots import plot
 from experiments.environment import CONF, describe
 from experiments.records import Records, check_resumed
-from experiments.systems import LlamaCpp, Ours, System, Transformers, rotated
+from experiments.systems import LlamaCpp, Ours, System, Transformers, first_turns, load_drafters, rotated
 from verifier.cache import RaggedCache
 from verifier.sampling import SamplingBatch, probabilities
 from verifier.target import Target
@@ -61,10 +57,8 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     folder = Path(config.resume or HydraConfig.get().runtime.output_dir)
     check(config, folder)
-    sets = {name: load_benchmark(name, config.benchmark_dir, config.limit) for name in config.benchmark}
     base = DCOCODecoder.from_pretrained(config.target, NO_DRAFTER, device=config.device, dtype=config.dtype)
-    asked_of = {name: [[{"role": "user", "content": item.turns[0]}] for item in items] for name, items in sets.items()}
-    prompts = {name: [base.encode(base.asked(each)) for each in asked] for name, asked in asked_of.items()}
+    prompts = first_turns(base, config.benchmark, config.benchmark_dir, config.limit)
     systems = ours(config, base) + others(config, base, max(len(ids) for of in prompts.values() for ids in of))
     try:
         run(systems, prompts, base.target, config, folder)
@@ -155,26 +149,9 @@ def largest_p(target: Target, outputs: Sequence[RequestOutput], params: Sequence
 
 
 def ours(config: DictConfig, base: DCOCODecoder) -> list[System]:
-    """The configured systems, on one target; each drafter is loaded once.
-
-    Raises ConfigError for a system whose drafter isn't there, unless `skip_missing`.
-    """
-    loaded: dict[str, tuple[Any, Any]] = {}
+    """The configured systems, on one target; ConfigError for one whose drafter isn't there, unless `skip_missing`."""
     systems: list[System] = []
-    for entry in config.systems:
-        name = entry.get("drafter")
-        if name and name not in loaded:
-            try:
-                folder = drafter_folder(resolve_drafter(name))
-                if not (folder / "config.json").is_file():
-                    raise ConfigError(f"{folder} holds no checkpoint")
-            except ConfigError as error:
-                if not config.skip_missing:
-                    raise ConfigError(f"system {entry.name!r}: {error}; or set skip_missing=true") from error
-                Console().print(f"without {entry.name}: {error}", markup=False)
-                continue
-            loaded[name] = load_drafter(folder, base.target, base.tokenizer), load_corrector(folder, base.target)
-        drafter, corrector = loaded[name] if name else (None, None)
+    for entry, drafter, corrector in load_drafters(config.systems, base, config.skip_missing):
         decoder = DCOCODecoder(
             base.target,
             base.tokenizer,

@@ -57,7 +57,7 @@ def _speedups(axis: Any, cells: Sequence[Row], means: Sequence[Row], colours: di
     axis.axhline(1.0, color="black", linewidth=0.8)
     axis.set_xticks([place + 0.425 - width / 2 for place in range(len(names))], names)
     axis.set_ylabel(f"tokens/s over {plain}")
-    axis.legend(fontsize="small", ncols=2)
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _acceptance(axis: Any, means: Sequence[Row], _: Sequence[Row], colours: dict[str, Any], plain: str) -> None:
@@ -66,7 +66,7 @@ def _acceptance(axis: Any, means: Sequence[Row], _: Sequence[Row], colours: dict
         if rates := mean["acceptance_per_position"]:
             axis.plot(range(1, len(rates) + 1), rates, marker=".", label=mean["system"], color=colours[mean["system"]])
     axis.set(xlabel="position after the anchor", ylabel="rounds that accept so far / all rounds", ylim=(0, 1))
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _rounds(axis: Any, means: Sequence[Row], _: Sequence[Row], colours: dict[str, Any], plain: str) -> None:

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from rich.console import Console
 
 from dcoco import DCOCODecoder, RequestOutput, SamplingParams, Stats
+from dcoco.corrector import load_corrector
 from dcoco.decoder import Method
-from dcoco.errors import EngineError
+from dcoco.errors import ConfigError, EngineError
+from dcoco.targets import drafter_folder, resolve_drafter
+from drafters.registry import load_drafter
+from experiments.benchmarks import load_benchmark
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 
@@ -38,6 +43,43 @@ def rotated(systems: Sequence[System], turn: int) -> list[System]:
     """The order of a turn: each begins with another one, so that none is always first after a pause."""
     first = turn % len(systems)
     return [*systems[first:], *systems[:first]]
+
+
+def first_turns(
+    decoder: DCOCODecoder, benchmarks: Sequence[str], directory: str | None, limit: int | None
+) -> dict[str, list[list[int]]]:
+    """Token ids of the first turns of benchmarks, as the target is asked."""
+    return {
+        name: [
+            decoder.encode(decoder.asked([{"role": "user", "content": item.turns[0]}]))
+            for item in load_benchmark(name, directory, limit)
+        ]
+        for name in benchmarks
+    }
+
+
+def load_drafters(entries: Sequence[Any], base: DCOCODecoder, skip_missing: bool) -> list[tuple[Any, Any, Any]]:
+    """Drafter and corrector (None where there is none) of each configured system, each loaded once for one target.
+
+    Raises ConfigError for a system whose drafter isn't there; with `skip_missing` it is left out.
+    """
+    loaded: dict[str | None, tuple[Any, Any]] = {None: (None, None)}
+    found = []
+    for entry in entries:
+        name = entry.get("drafter")
+        if name not in loaded:
+            try:
+                folder = drafter_folder(resolve_drafter(name))
+                if not (folder / "config.json").is_file():
+                    raise ConfigError(f"{folder} holds no checkpoint")
+            except ConfigError as error:
+                if not skip_missing:
+                    raise ConfigError(f"system {entry.name!r}: {error}; or set skip_missing=true") from error
+                Console().print(f"without {entry.name}: {error}", markup=False)
+                continue
+            loaded[name] = load_drafter(folder, base.target, base.tokenizer), load_corrector(folder, base.target)
+        found.append((entry, *loaded[name]))
+    return found
 
 
 @dataclass
