@@ -87,7 +87,7 @@ def main(config: DictConfig) -> None:
     run(cases, list(prompts.values()), records, config)
     one_pass = {entry.name: entry.one_pass for entry in config.systems}
     report = {
-        "systems": results(records.rows, config.gamma, one_pass),
+        "systems": results(records.rows, one_pass),
         "ceiling": ceiling(base, config.memory_mib),
         "config": OmegaConf.to_container(config, resolve=True),
         **describe(),
@@ -102,8 +102,6 @@ def cases_of(config: DictConfig, base: DCOCODecoder) -> list[Case]:
     """Plain decoding, and every system with every length that its blocks allow."""
     found = [Case(PLAIN, 0, base, "plain")]
     for entry, drafter, corrector in load_drafters(config.systems, base, config.skip_missing):
-        if drafter.block_size < config.gamma:
-            raise ConfigError(f"gamma={config.gamma}: {entry.name} drafts at most {drafter.block_size} tokens")
         decoder = DCOCODecoder(
             base.target,
             base.tokenizer,
@@ -113,7 +111,7 @@ def cases_of(config: DictConfig, base: DCOCODecoder) -> list[Case]:
             rule=config.rule,
             recall=False,  # it isn't the drafter's
         )
-        for gamma in range(1, config.gamma + 1):
+        for gamma in range(1, min(config.gamma, drafter.block_size) + 1):
             variant = copy.copy(decoder)
             variant.drafter = Shortened(drafter, gamma)
             found.append(Case(entry.name, gamma, variant, entry.method))
@@ -159,8 +157,8 @@ def rounds_of(case: Case, ids: list[int], params: SamplingParams) -> list[Round]
     return found
 
 
-def results(rows: Sequence[dict[str, Any]], most: int, one_pass: dict[str, bool]) -> list[dict[str, Any]]:
-    """Predictions and measurements of each system, for drafts of 1 to `most` tokens."""
+def results(rows: Sequence[dict[str, Any]], one_pass: dict[str, bool]) -> list[dict[str, Any]]:
+    """Predictions and measurements of each system, for drafts of 1 token to the most that it was measured with."""
 
     def rounds(system: str, gamma: int, for_costs: bool) -> list[Round]:
         mine = [row for row in rows if (row["system"], row["gamma"]) == (system, gamma)]
@@ -168,6 +166,7 @@ def results(rows: Sequence[dict[str, Any]], most: int, one_pass: dict[str, bool]
 
     found = []
     for system in dict.fromkeys(row["system"] for row in rows if row["system"] != PLAIN):
+        most = max(row["gamma"] for row in rows if row["system"] == system)
         of_gamma = [rounds(system, gamma, for_costs=False) for gamma in range(1, most + 1)]
         costs = Costs.of(rounds(PLAIN, 0, True), [rounds(system, gamma, True) for gamma in range(1, most + 1)])
         plain, accepted = rounds(PLAIN, 0, False), [one.accepted for one in of_gamma[-1]]
