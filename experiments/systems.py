@@ -166,7 +166,8 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp with 4-bit weights, in a process of its own (`llamacpp_worker.py` says what it does).
 
-    Another model in truth, as its weights are rounded further and its activations too; the speed is what compares.
+    It rounds activations to 8 bits, so texts part from ours even where the weights are the same; the speed is what
+    compares.
 
     Args:
         python: the interpreter of an environment that has the package llama-cpp-python.
