@@ -509,6 +509,7 @@ class Engine:
         wanted = [request.params.logprobs for request in fresh if request.params.logprobs is not None]
         found = best_logprobs(logits[:, None], first_tokens, max(wanted)) if wanted else None
         for row, (request, token) in enumerate(zip(fresh, first_tokens[:, 0].tolist(), strict=True)):
+            request.stats.prefill_seconds = time.perf_counter() - request.begun
             request.note_logprobs(found, row, request.commit([token], self.decoder.eos_ids))
         with self._rearranging():
             self.arriving = self.arriving[ready:]

@@ -26,6 +26,7 @@ class Stats:
     committed_tokens: int = 0  # tokens that rounds added to the output: accepted ones, corrections and bonus tokens
     accepted_at: list[int] = field(default_factory=list)  # [t]: rounds that accepted more than t draft tokens
     seconds: float = 0.0  # from admission (prefill included) to the last token
+    prefill_seconds: float = 0.0  # of these, until the first token
     # Of the rounds that this request took part in, by phase (draft, correct, verify), shared with the rows beside it.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
@@ -47,17 +48,24 @@ class Stats:
 
     @classmethod
     def total(cls, each: Iterable["Stats"]) -> "Stats":
-        """The counts of several requests together, without their times."""
+        """The sums of several requests; the times of those that ran side by side overlap."""
         together = cls()
         for stats in each:
-            together.rounds += stats.rounds
-            together.drafts += stats.drafts
-            together.draft_tokens += stats.draft_tokens
-            together.accepted_tokens += stats.accepted_tokens
-            together.committed_tokens += stats.committed_tokens
-            pairs = zip_longest(together.accepted_at, stats.accepted_at, fillvalue=0)
-            together.accepted_at = [one + other for one, other in pairs]
+            together.add(stats)
         return together
+
+    def add(self, other: "Stats") -> None:
+        """Count another request as well."""
+        self.rounds += other.rounds
+        self.drafts += other.drafts
+        self.draft_tokens += other.draft_tokens
+        self.accepted_tokens += other.accepted_tokens
+        self.committed_tokens += other.committed_tokens
+        self.accepted_at = [a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)]
+        self.seconds += other.seconds
+        self.prefill_seconds += other.prefill_seconds
+        for phase, seconds in other.phase_seconds.items():
+            self.phase_seconds[phase] += seconds
 
     def count(self, drafted: int, depth: int, accepted: int, committed: int, phase_seconds: dict[str, float]) -> None:
         """Add one round, whose draft of `drafted` tokens reached `depth` tokens beyond the anchor."""

@@ -8,7 +8,6 @@ the run's folder hold a cell for each benchmark and method; `speedup` is over `p
 
 import json
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from dcoco import DCOCODecoder, RequestOutput, SamplingParams
-from dcoco.output import PHASES
+from dcoco import DCOCODecoder, RequestOutput, SamplingParams, Stats
+from dcoco.targets import load_target
 from experiments.benchmarks import Conversation, load_benchmark
 from experiments.environment import CONF, describe
-
-TRANSFORMERS = "transformers"  # the method name of transformers' own `generate`
+from experiments.systems import Ours, System, Transformers, rotated
 
 
 @dataclass
@@ -38,29 +36,17 @@ class Cell:
     method: str
     prompts: int = 0
     new_tokens: int = 0
-    seconds: float = 0.0
-    rounds: int = 0
-    committed: int = 0
-    accepted_at: list[int] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
     traced_rounds: int = 0
     top1_tokens: int = 0
     oracle_tokens: int = 0
-    phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     identical: int = 0
 
     def add(self, output: RequestOutput, plain: RequestOutput | None) -> None:
         """Count one answer; `plain` is the plain decoder's answer to the same prompt."""
-        stats = output.stats
         self.prompts += 1
         self.new_tokens += len(output.token_ids)
-        self.seconds += stats.seconds
-        self.rounds += stats.rounds
-        self.committed += stats.committed_tokens
-        self.accepted_at += [0] * (len(stats.accepted_at) - len(self.accepted_at))
-        for position, count in enumerate(stats.accepted_at):
-            self.accepted_at[position] += count
-        for phase in PHASES:
-            self.phase_seconds[phase] += stats.phase_seconds[phase]
+        self.stats.add(output.stats)
         self.identical += plain is not None and plain.token_ids == output.token_ids
         for trace in output.trace or ():
             top1, oracle = 1, 1  # of a round without a draft
@@ -70,21 +56,26 @@ class Cell:
             self.top1_tokens += top1
             self.oracle_tokens += oracle
 
+    @property
+    def rate(self) -> float:
+        """New tokens a second."""
+        return self.new_tokens / self.stats.seconds if self.stats.seconds else 0.0
+
     def result(self, plain: "Cell | None") -> dict[str, Any]:
         """The cell as it stands in results.json."""
-        rate = self.new_tokens / self.seconds if self.seconds else 0.0
-        phases = {phase: value / self.seconds if self.seconds else 0.0 for phase, value in self.phase_seconds.items()}
+        stats, seconds = self.stats, self.stats.seconds
+        phases = {phase: value / seconds if seconds else 0.0 for phase, value in stats.phase_seconds.items()}
         return {
             "target": self.target,
             "benchmark": self.benchmark,
             "method": self.method,
             "prompts": self.prompts,
             "new_tokens": self.new_tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": rate,
-            "speedup": rate / (plain.new_tokens / plain.seconds) if plain and plain.seconds else None,
-            "mean_acceptance_length": self.committed / self.rounds if self.rounds else None,
-            "acceptance_per_position": [count / self.rounds for count in self.accepted_at],
+            "seconds": seconds,
+            "tokens_per_second": self.rate,
+            "speedup": self.rate / plain.rate if plain and plain.rate else None,
+            "mean_acceptance_length": stats.mean_acceptance_length or None,
+            "acceptance_per_position": stats.acceptance_per_position,
             "top1_length": self.top1_tokens / self.traced_rounds if self.traced_rounds else None,
             "oracle_length": self.oracle_tokens / self.traced_rounds if self.traced_rounds else None,
             "share": {**phases, "other": 1.0 - sum(phases.values())},
@@ -106,7 +97,7 @@ def lattice_lengths(candidates: torch.Tensor, truth: list[int]) -> tuple[int, in
 @hydra.main(version_base=None, config_path=CONF, config_name="decode")
 def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    methods = [config.method] if isinstance(config.method, str) else list(config.method)
+    methods: list[Any] = [config.method] if isinstance(config.method, str) else list(config.method)
     benchmarks = [config.benchmark] if isinstance(config.benchmark, str) else list(config.benchmark)
     sets = {name: load_benchmark(name, config.benchmark_dir, config.limit) for name in benchmarks}
     decoder = DCOCODecoder.from_pretrained(
@@ -119,14 +110,17 @@ def main(config: DictConfig) -> None:
         worth=config.worth,
         recall=config.recall,
     )
-    runners: dict[str, Any] = {name: Runner(decoder, name) for name in methods}
+    systems: list[System] = [Ours(name, decoder, name, trace=name in ("dcoco", "walk")) for name in methods]
     if config.transformers:
-        runners[TRANSFORMERS] = TransformersRunner(config, decoder)
-    for runner in runners.values():  # the first calls compile kernels and allocate
-        runner.run([{"role": "user", "content": "Count to ten."}], SamplingParams(max_tokens=32))
+        model, tokenizer, _ = load_target(config.target, dtype=decoder.target.dtype, device=config.device)
+        systems.append(Transformers("transformers", model, tokenizer, decoder.eos_ids))
+    hello = decoder.encode(decoder.asked([{"role": "user", "content": "Count to ten."}]))
+    for system in systems:  # the first calls compile kernels and allocate
+        system.answer([hello], [SamplingParams(max_tokens=32)])
 
     folder = Path(HydraConfig.get().runtime.output_dir)
-    cells = {(name, method): Cell(config.target, name, method) for name in benchmarks for method in runners}
+    names = [system.name for system in systems]
+    cells = {(name, method): Cell(config.target, name, method) for name in benchmarks for method in names}
     for name, conversations in sets.items():
         for number, conversation in enumerate(tqdm(conversations, desc=name, unit="prompt")):
             params = SamplingParams(
@@ -135,72 +129,33 @@ def main(config: DictConfig) -> None:
                 top_p=config.top_p,
                 seed=config.seed + number,
             )
-            run_conversation(conversation, params, runners, cells, number)
+            run_conversation(conversation, params, decoder, systems, cells, number)
         write(folder / "results.json", cells, config)
     show([cell.result(cells.get((name, "plain"))) for (name, _), cell in cells.items()])
     Console().print(f"results in {folder / 'results.json'}")
 
 
 def run_conversation(
-    conversation: Conversation, params: SamplingParams, runners: dict[str, Any], cells: dict[Any, Cell], number: int
+    conversation: Conversation,
+    params: SamplingParams,
+    decoder: DCOCODecoder,
+    systems: list[System],
+    cells: dict[Any, Cell],
+    number: int,
 ) -> None:
-    """Each turn with every method, in rotating order; later turns see the first method's answers for all."""
+    """Each turn with every system, in rotating order; later turns see the first system's answers for all.
+
+    A target without a chat template completes the bare text.
+    """
     messages: list[dict[str, str]] = []
-    names = list(runners)
     for turn in conversation.turns:
         messages.append({"role": "user", "content": turn})
-        order = names[number % len(names) :] + names[: number % len(names)]
-        outputs = {name: runners[name].run(messages, params) for name in order}
-        for name in names:
-            cells[conversation.benchmark, name].add(outputs[name], outputs.get("plain"))
-        messages.append({"role": "assistant", "content": outputs[names[0]].text})
-
-
-@dataclass
-class Runner:
-    """One of our methods, a prompt at a time."""
-
-    decoder: DCOCODecoder
-    method: Any
-
-    def run(self, messages: list[dict[str, str]], params: SamplingParams) -> RequestOutput:
-        """Answer a conversation; a target without a chat template completes the bare text."""
-        return self.decoder.generate(
-            [self.decoder.asked(messages)], params, self.method, trace=self.method in ("dcoco", "walk")
-        )[0]
-
-
-class TransformersRunner:
-    """transformers' own `generate` on the same weights and dtype: what a user would run without us."""
-
-    def __init__(self, config: DictConfig, decoder: DCOCODecoder):
-        from dcoco.targets import load_target
-
-        dtype = decoder.target.dtype
-        self.model, self.tokenizer, _ = load_target(config.target, dtype=dtype, device=config.device)
-        self.decoder = decoder
-
-    @torch.inference_mode()
-    def run(self, messages: list[dict[str, str]], params: SamplingParams) -> RequestOutput:
-        """Answer a conversation; sampled text differs from ours, as its random numbers do."""
-        from dcoco.output import Stats
-
-        ids = torch.tensor([self.decoder.encode(self.decoder.asked(messages))], device=self.model.device)
-        sample = {"do_sample": True, "temperature": params.temperature, "top_p": params.top_p, "top_k": 0}
-        begun = time.perf_counter()
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=params.max_tokens,
-            repetition_penalty=1.0,  # whatever the model's generation config says
-            eos_token_id=list(self.decoder.eos_ids) or None,
-            **(sample if params.temperature else {"do_sample": False}),
-        )
-        new = out[0, ids.shape[1] :].tolist()
-        stats = Stats(rounds=len(new), committed_tokens=len(new), seconds=time.perf_counter() - begun)
-        return RequestOutput(
-            ids[0].tolist(), new, self.tokenizer.decode(new, skip_special_tokens=True), "length", stats
-        )
+        ids, outputs = decoder.encode(decoder.asked(messages)), {}
+        for system in rotated(systems, number):
+            outputs[system.name] = system.answer([ids], [params])[0]
+        for name, output in outputs.items():
+            cells[conversation.benchmark, name].add(output, outputs.get("plain"))
+        messages.append({"role": "assistant", "content": outputs[systems[0].name].text})
 
 
 def write(file: Path, cells: dict[Any, Cell], config: DictConfig) -> None:

@@ -39,6 +39,7 @@ from experiments.benchmarks import load_benchmark
 from experiments.environment import CONF, describe
 from experiments.load import Load, Timeline, drive, drive_server
 from experiments.metrics import Pass, figures
+from experiments.records import Records, check_resumed
 from experiments.servers import Server, serve_command
 
 ENGINES = ("inprocess", "http")
@@ -122,14 +123,15 @@ def run(
 ) -> list[Pass]:
     """All passes: those that the folder holds, and those that it lacked."""
     params = SamplingParams(max_tokens=config.max_tokens, ignore_eos=config.ignore_eos)
-    passes = read(folder)
+    records = Records(folder / "passes.jsonl")
+    passes = read(records)
     done = {(one.method, one.load, one.repeat) for one in passes}
     todo = [one for one in schedule(systems, loads, config.repeats) if (one[0].name, *one[1:]) not in done]
     for system, load, repeat in (bar := tqdm(todo, unit="pass")):
         bar.set_postfix_str(f"{system.name}, {load}")
         fresh = prompts[repeat * counts[load] : (repeat + 1) * counts[load]]
         passes.append(Pass(system.name, load, repeat, system.run(fresh, params, load, config.seed + repeat)))
-        append(folder, passes[-1])
+        records.append(asdict(passes[-1]))
         write(folder, passes, config)
     return passes
 
@@ -238,37 +240,21 @@ def check(config: DictConfig, folder: Path) -> None:
         raise ConfigError(f"concurrency={list(config.concurrency)}: raise max_num_seqs={config.max_num_seqs}")
     if config.baseline == "vllm" and config.vllm_python is None:
         raise ConfigError("baseline=vllm: name the Python that has vLLM, vllm_python=/path/to/venv/bin/python")
-    if (file := folder / "throughput.json").is_file():
-        before = json.loads(file.read_text())["config"]
-        # A max_model_len that is left to the prompts has been settled there.
-        free = FREE if config.max_model_len else FREE | {"max_model_len"}
-        changed = [str(name) for name in config if name not in free and config[name] != before.get(name)]
-        if changed:
-            raise ConfigError(f"{folder} holds a run with other {', '.join(changed)}: start one in another folder")
+    # A max_model_len that is left to the prompts has been settled there.
+    check_resumed(config, folder / "throughput.json", FREE if config.max_model_len else FREE | {"max_model_len"})
 
 
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
-def append(folder: Path, one: Pass) -> None:
-    """Note a pass in passes.jsonl."""
-    with (folder / "passes.jsonl").open("a") as lines:
-        lines.write(json.dumps(asdict(one)) + "\n")
-
-
-def read(folder: Path) -> list[Pass]:
-    """The passes in passes.jsonl, if there is one."""
-    file = folder / "passes.jsonl"
-    if not file.is_file():
-        return []
+def read(records: Records) -> list[Pass]:
+    """The passes that have been made."""
     passes = []
-    for line in file.read_text().splitlines():
-        one = json.loads(line)
-        one["load"] = Load(**one["load"])
-        one["timelines"] = [Timeline(**timeline) for timeline in one["timelines"]]
-        for timeline in one["timelines"]:
+    for row in records.rows:
+        timelines = [Timeline(**timeline) for timeline in row["timelines"]]
+        for timeline in timelines:
             timeline.pieces = [(at, tokens) for at, tokens in timeline.pieces]
-        passes.append(Pass(**one))
+        passes.append(Pass(row["method"], Load(**row["load"]), row["repeat"], timelines))
     return passes
 
 
@@ -314,7 +300,7 @@ def plot(results: Sequence[dict[str, Any]], file: Path) -> None:
     try:
         from matplotlib import pyplot
     except ImportError:
-        Console().print("no plot: pip install 'dcoco[plots]'")
+        Console().print("no plot: pip install 'dcoco[plots]'", markup=False)
         return
     rows = {
         "concurrency": ("output_throughput", "output tokens/s"),

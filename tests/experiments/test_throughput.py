@@ -20,6 +20,7 @@ from experiments import throughput
 from experiments.environment import CONF
 from experiments.load import Load, Timeline, drive, drive_server, pieces_of
 from experiments.metrics import Pass, figures, spread, steady
+from experiments.records import Records
 from experiments.throughput import InProcess, cells, fixed, prompts_of_a_pass, read, run, schedule
 from tests.models import prompts, tiny_decoder
 from tests.servers import serving
@@ -254,7 +255,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
     ran.clear()
     passes = run(systems(["plain", "dcoco"], ran), loads, counts, asked, settings(), tmp_path)
     assert ran == ["dcoco", "dcoco", "dcoco", "dcoco", "plain"]
-    assert read(tmp_path) == passes
+    assert read(Records(tmp_path / "passes.jsonl")) == passes
 
     content = json.loads((tmp_path / "throughput.json").read_text())
     assert content.keys() == {"cells", "config", "versions", "hardware"}
