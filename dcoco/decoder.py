@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcoco.budget import Budget
-from dcoco.corrector import Corrector, Scores, load_corrector
+from dcoco.corrector import Scores
 from dcoco.costs import find_costs
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
 from dcoco.output import Chunk, RequestOutput
 from dcoco.recall import recall
+from dcoco.registry import AnyCorrector, load_corrector
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
 from dcoco.tree import grow
 from dcoco.walk import walk
@@ -66,7 +67,7 @@ class DCOCODecoder:
         target: Target,
         tokenizer: Any,
         drafter: Drafter | None = None,
-        corrector: Corrector | None = None,
+        corrector: AnyCorrector | None = None,
         eos_ids: Sequence[int] = (),
         rule: Rule = "match",
         max_rows: int = 32,
@@ -200,7 +201,7 @@ class DCOCODecoder:
             if batch.method == "top1" or self.corrector is None or self.token_table is None:
                 return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled)
             recalled = None
-            if self.recall:
+            if self.recall and self.corrector.recalls:
                 lattice, recalled = recall(lattice, context.text, ahead[:, 0] - 1, max(lengths) - slots)
                 batch.lattice_ids = lattice.ids
             scores = self.corrector(lattice, self.token_table, recalled)

@@ -27,9 +27,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from dcoco.corrector import Corrector, CorrectorConfig, Scores, save_corrector, with_anchor
+from dcoco.corrector import Corrector, CorrectorConfig, Scores, with_anchor
 from dcoco.decoder import TREE_SIZE
 from dcoco.recall import Recalled, recall
+from dcoco.registry import save_corrector
 from dcoco.targets import load_target
 from dcoco.tree import grow
 from dcoco.walk import walk
