@@ -32,18 +32,23 @@ class Recalled:
 def recall(lattice: Lattice, history: Tensor, anchors: Tensor, beyond: int = 0) -> tuple[Lattice, Recalled]:
     """Look up how the text went on, and put that on the lattice.
 
-    A recalled token that is no candidate of its slot takes the place of the last one, and its log-probability, which is
-    at least its own.
-
     Args:
         history: int64 [R, L], the text of each row; what stands behind the anchor is ignored.
         anchors: int64 [R], the anchor's position in it.
         beyond: how many tokens behind the lattice to recall as well.
     """
+    return place(lattice, *continuation(history, anchors, lattice.ids.shape[1] + beyond))
+
+
+def place(lattice: Lattice, tokens: Tensor, matched_R: Tensor) -> tuple[Lattice, Recalled]:
+    """Put a continuation on the lattice: tokens int64 [R, n or more], and the length of the match int64 [R].
+
+    A recalled token that is no candidate of its slot takes the place of the last one, and its log-probability, which is
+    at least its own.
+    """
     slots = lattice.ids.shape[1]
-    tokens, matched_R = continuation(history, anchors, slots + beyond)
     tokens_Rn = tokens[:, :slots]
-    steps_n = torch.arange(slots, device=history.device)
+    steps_n = torch.arange(slots, device=tokens.device)
     matched_Rn = torch.where(matched_R[:, None] > 0, (matched_R[:, None] + steps_n).clamp(max=LONGEST), 0)
     tokens_Rn = torch.where(matched_Rn > 0, tokens_Rn, lattice.ids[..., -1])
     is_it_RnK = lattice.ids == tokens_Rn[..., None]
