@@ -11,7 +11,8 @@ untrained scorer is exactly the plain drafter.
 After "LiLiCorr: Lightweight Likelihood Correlation of Parallel Drafts" (2026, arXiv 2608.20530) and SGLang's pull
 request 37462: nodes, features, layers and vectors are theirs. There g is fixed and the drafter's log-probability is a
 feature only; here it is also the start, as for every other corrector, so that all learn the same on the same data. The
-anchor's state is the drafter's input at the anchor (theirs: the target's features before it).
+anchor's state is the drafter's input at the anchor (theirs: the target's features before it). Inputs are normalised:
+embeddings would hardly be seen beside hidden states otherwise.
 
 Shapes: R rows, n slots, K candidates, N = n K nodes, H hidden size, D width, h heads.
 """
@@ -88,16 +89,24 @@ class LiLiCorr(nn.Module):
 
     def token_table(self, embedding: Tensor) -> Tensor:
         """Projections [.., D] of token embeddings [.., H]: of the whole vocabulary once, before decoding."""
-        return self.token(embedding)
+        return self.token(_norm(embedding))
 
     def represent(self, lattice: Lattice, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Nodes [R, n, K, D] that have seen each other, and the anchor's state [R, D]."""
+        """Nodes [R, n, K, D] that have seen each other, and the anchor's state [R, D].
+
+        Raises DrafterError for a larger lattice than it was made for.
+        """
         slots, candidates = lattice.ids.shape[1:]
+        if slots > self.config.block_size or candidates > self.config.candidates:
+            raise DrafterError(
+                f"a lattice of {slots} slots and {candidates} candidates is too large for a scorer of "
+                f"{self.config.block_size} and {self.config.candidates}: take it to the drafter that it was trained for"
+            )
         log_probs, device = lattice.log_probs, lattice.ids.device
         rank = torch.arange(candidates, device=device)
         features = [log_probs, log_probs.exp(), log_probs - log_probs[..., :1]]
         features += [(rank / max(1, candidates - 1)).expand_as(log_probs), (rank == 0).float().expand_as(log_probs)]
-        nodes_RnKD = F.embedding(lattice.ids, table) + self.slot(lattice.hidden)[:, :, None]
+        nodes_RnKD = F.embedding(lattice.ids, table) + self.slot(_norm(lattice.hidden))[:, :, None]
         nodes_RnKD = nodes_RnKD + self.features(torch.stack(features, dim=-1).to(lattice.hidden.dtype))
         nodes_RnKD = nodes_RnKD + self.slot_place[:slots] + self.rank_place[:candidates]
         slot_N = torch.arange(slots, device=device).repeat_interleave(candidates)
@@ -105,7 +114,7 @@ class LiLiCorr(nn.Module):
         nodes_RND = nodes_RnKD.flatten(1, 2)
         for layer in self.layers:
             nodes_RND = layer(nodes_RND, bias_hNN)
-        return _norm(nodes_RND).view(nodes_RnKD.shape), _norm(self.anchor(lattice.anchor_hidden))
+        return _norm(nodes_RND).view(nodes_RnKD.shape), _norm(self.anchor(_norm(lattice.anchor_hidden)))
 
 
 class _Layer(nn.Module):
@@ -128,7 +137,7 @@ class _Layer(nn.Module):
 
 
 def _norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:])  # without weights: the linear layer that follows has them
+    return F.rms_norm(x, x.shape[-1:])  # without weights: the linear layer that follows each has them
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def test_scores_are_as_documented():
             log_prob = given.log_probs[row, slot, k]
             gap, rank = log_prob - given.log_probs[row, slot, 0], k / (CANDIDATES - 1)
             features = torch.stack([log_prob, log_prob.exp(), gap, torch.tensor(rank), torch.tensor(float(k == 0))])
-            node = made.token(embedding[given.ids[row, slot, k]]) + made.slot(given.hidden[row, slot])
+            node = made.token(unit(embedding[given.ids[row, slot, k]])) + made.slot(unit(given.hidden[row, slot]))
             nodes.append(node + made.features(features) + made.slot_place[slot, 0] + made.rank_place[k])
             slot_of.append(slot)
     for layer in made.layers:
@@ -63,7 +63,7 @@ def test_scores_are_as_documented():
             node = node + layer.attended(torch.cat(seen))
             after.append(node + layer.mlp(unit(node)))
         nodes = after
-    anchor = unit(made.anchor(given.anchor_hidden[row]))
+    anchor = unit(made.anchor(unit(given.anchor_hidden[row])))
     joined = []
     for node in nodes:
         node = unit(node)
@@ -97,6 +97,13 @@ def test_a_row_is_scored_by_itself():
         alone = made(type(given)(*(value[row : row + 1] for value in vars(given).values())), table)
         torch.testing.assert_close(alone.first[0], together.first[row])
         torch.testing.assert_close(alone.rest[0], together.rest[row])
+
+
+@pytest.mark.parametrize(("block", "candidates"), [(SLOTS - 1, CANDIDATES), (SLOTS, CANDIDATES - 1)])
+def test_another_drafters_lattice_is_refused(block, candidates):
+    made, given = scorer(block=block, candidates=candidates), lattice()
+    with pytest.raises(DrafterError, match=f"{SLOTS} slots and {CANDIDATES} candidates is too large"):
+        made(given, made.token_table(torch.randn(20, HIDDEN)))
 
 
 @pytest.mark.parametrize("method", ["walk", "dcoco"])
