@@ -15,22 +15,15 @@ starts at zero: an untrained corrector is exactly the plain drafter.
 Shapes: R rows, n slots, m = n + 1, K candidates, H hidden size, D width of a representation, M width of the pair score.
 """
 
-import json
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dcoco.errors import DrafterError
 from dcoco.recall import LONGEST, Recalled
 from drafters.base import Lattice
-from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number
-from verifier.linear import pack_linears
-from verifier.target import Target
 
 
 @dataclass(frozen=True)
@@ -62,6 +55,9 @@ class Scores:
 
 class Corrector(nn.Module):
     """Scores neighbouring candidates of a lattice. About 512 x H + 52 k parameters, no vocabulary-sized table."""
+
+    settings: ClassVar = CorrectorConfig
+    recalls: ClassVar = True  # whether it has a use for what the text recalls
 
     def __init__(self, config: CorrectorConfig):
         super().__init__()
@@ -120,35 +116,3 @@ def with_anchor(lattice: Lattice) -> Tensor:
 
 def _norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
-
-
-def save_corrector(folder: Path, corrector: Corrector, training: dict[str, Any]) -> None:
-    """Write `corrector.json` and `corrector.safetensors` (bfloat16) beside the drafter that it belongs to."""
-    state = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in corrector.state_dict().items()}
-    save_file(state, str(folder / "corrector.safetensors"))
-    config = {**asdict(corrector.config), "training": training}
-    (folder / "corrector.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def load_corrector(folder: Path, target: Target) -> Corrector | None:
-    """The corrector beside a drafter's checkpoint, ready to run; None where there is none.
-
-    Raises DrafterError where its configuration or its tensors don't fit.
-    """
-    file = folder / "corrector.json"
-    if not file.exists():
-        return None
-    config = read_config(folder, file.name)
-    config.pop("training", None)
-    names = {field.name for field in fields(CorrectorConfig)}
-    if set(config) != names:
-        raise DrafterError(f"{file} has the keys {sorted(config)}; expected {sorted(names)}")
-    for name in names:
-        whole_number(config, name, file)
-    if config["hidden_size"] != target.hidden_size:
-        raise DrafterError(f"{file}: hidden_size={config['hidden_size']}, but the target's is {target.hidden_size}")
-    corrector = Corrector(CorrectorConfig(**config))
-    load_strictly(corrector, read_tensors(folder / "corrector.safetensors"), folder)
-    corrector.eval().requires_grad_(False).to(device=target.device, dtype=target.dtype)
-    pack_linears(corrector)
-    return corrector

@@ -86,7 +86,7 @@ def find_costs(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Cost
     facts = {
         "target": [target.config.to_json_string(), str(target.dtype), str(target.device)],
         "drafter": [type(drafter).__name__, drafter.block_size, len(drafter.taps)],
-        "method": [method, decoder.tree_size, decoder.recall],
+        "method": [method, type(decoder.corrector).__name__, decoder.tree_size, decoder.recall],
         "machine": [cpu_model(), torch.get_num_threads(), torch.__version__],
         "rows": max_rows,
     }

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from dcoco.budget import Budget
-from dcoco.corrector import Corrector, Scores, load_corrector
+from dcoco.corrector import Scores
 from dcoco.costs import find_costs
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
 from dcoco.output import PHASES, Chunk, RequestOutput
 from dcoco.recall import Continuation, continuation, recall
+from dcoco.registry import AnyCorrector, load_corrector
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
 from dcoco.tree import grow
 from dcoco.walk import walk
@@ -67,7 +68,7 @@ class DCOCODecoder:
         target: Target,
         tokenizer: Any,
         drafter: Drafter | None = None,
-        corrector: Corrector | None = None,
+        corrector: AnyCorrector | None = None,
         eos_ids: Sequence[int] = (),
         rule: Rule = "match",
         max_rows: int = 32,
@@ -191,7 +192,7 @@ class DCOCODecoder:
         text, budget, limits = batch.text(), batch.budget, torch.tensor(lengths, device=batch.cache.device)
         found = Continuation(nothing, batch.anchors)
         with batch.clock("correct"):
-            if self.recall and self.corrector is not None and batch.method != "top1":
+            if self.recall and self.corrector is not None and self.corrector.recalls and batch.method != "top1":
                 found = continuation(text, batch.positions(1)[:, 0] - 1, max(lengths))
             recalled = found.draft()
         slots = min(max(lengths), self.drafter.block_size if budget is None else budget.slots(recalled, limits))
@@ -210,7 +211,7 @@ class DCOCODecoder:
             if batch.method == "top1" or self.corrector is None or self.token_table is None:
                 return walk(lattice, Scores.unary(lattice), batch.sampling, ahead, sampled), slots
             on_lattice = None
-            if self.recall:
+            if self.recall and self.corrector.recalls:
                 lattice, on_lattice = recall(lattice, found)
                 batch.lattice_ids = lattice.ids
             scores = self.corrector(lattice, self.token_table, on_lattice)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drafters.base import Lattice, TrainingBatch
+from drafters.base import Context, Lattice, TrainingBatch
+from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 
 
@@ -22,6 +23,18 @@ class BlockDrafter(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., W] over the draft vocabulary."""
         raise NotImplementedError
+
+    def run(self, state: Any, anchors_R: Tensor, cache: RaggedCache, slots: int) -> tuple[Tensor, Tensor]:
+        """Inputs [R, m, H] and hidden states [R, n, H] of the blocks behind the anchors."""
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def draft(
+        self, state: Any, anchors_R: Tensor, cache: RaggedCache, slots: int, context: Context | None = None
+    ) -> Lattice:
+        """The candidates of every slot of the blocks behind the anchors; the context has no say."""
+        inputs_RmH, hidden_RnH = self.run(state, anchors_R, cache, slots)
+        return self.lattice(anchors_R, inputs_RmH[:, 0], hidden_RnH)
 
     def run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
         """Inputs [R, A, m, H] and hidden states [R, A, n, H] of the blocks of a training batch."""

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters import block_attention
-from drafters.base import Context, Lattice, TrainingBatch
+from drafters.base import TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.block_attention import BlockContext
 from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number, whole_numbers
@@ -266,10 +266,7 @@ class BlockDiffusionDrafter(BlockDrafter):
         old_RTH = state.features[first : first + len(rows)]
         old_RTH.copy_(torch.where((counts_R > 0)[:, None, None], new_RTH, old_RTH))
 
-    @torch.inference_mode()
-    def draft(
-        self, state: LastFeatures, anchors_R: Tensor, cache: RaggedCache, slots: int, context: Context | None = None
-    ) -> Lattice:
+    def run(self, state: LastFeatures, anchors_R: Tensor, cache: RaggedCache, slots: int) -> tuple[Tensor, Tensor]:
         assert self.head is not None, "prepare() comes before drafting"
         rows = len(anchors_R)
         features = state.features[:rows].unbind(1)
@@ -285,8 +282,7 @@ class BlockDiffusionDrafter(BlockDrafter):
             use_cache=True,
             packing=None if packing.trivial else packing,
         ).last_hidden_state
-        hidden_RnH = hidden.view(rows, slots, -1)
-        return self.lattice(anchors_R, inputs_RnH[:, 0], hidden_RnH)
+        return inputs_RnH, hidden.view(rows, slots, -1)
 
 
 def _unit(features: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from drafters.base import Context, Lattice, TrainingBatch
+from drafters.base import TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.checkpoint import load_strictly, read_config, read_tensors
 from drafters.dflash_config import DFlashConfig
@@ -232,10 +232,7 @@ class DFlashDrafter(BlockDrafter):
         for row, count in enumerate(counts, first):
             state.cache.lengths[row] += count  # what was written past it belongs to rejected tokens
 
-    @torch.inference_mode()
-    def draft(
-        self, state: DFlashState, anchors_R: Tensor, cache: RaggedCache, slots: int, context: Context | None = None
-    ) -> Lattice:
+    def run(self, state: DFlashState, anchors_R: Tensor, cache: RaggedCache, slots: int) -> tuple[Tensor, Tensor]:
         rows = len(anchors_R)
         if state.cache.lengths[:rows] != cache.lengths[:rows]:
             raise DrafterError(
@@ -246,8 +243,7 @@ class DFlashDrafter(BlockDrafter):
         positions_Rm, extent = state.cache.begin(0, rows, inputs_RmH.shape[1])
         mask = self.masks.block(positions_Rm, extent)
         assert not isinstance(mask, dict), "one kind of layer, one mask"
-        hidden_RnH = self.block(inputs_RmH, positions_Rm, mask, state.cache)[:, -slots:]
-        return self.lattice(anchors_R, inputs_RmH[:, 0], hidden_RnH)
+        return inputs_RmH, self.block(inputs_RmH, positions_Rm, mask, state.cache)[:, -slots:]
 
     def save(
         self, folder: str | Path, identity: dict[str, Any] | None = None, training: dict[str, Any] | None = None

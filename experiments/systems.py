@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 
 from dcoco import DCOCODecoder, RequestOutput, SamplingParams, Stats
-from dcoco.corrector import load_corrector
 from dcoco.decoder import Method
 from dcoco.errors import ConfigError, EngineError
+from dcoco.registry import load_corrector
 from dcoco.targets import drafter_folder, resolve_drafter
 from drafters.registry import load_drafter
 from experiments.benchmarks import load_benchmark

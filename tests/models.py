@@ -119,6 +119,13 @@ def costs_of(a_token):
     return Costs([1], [1, 2], [[1.0, 1.0 + a_token]], [[1.0, 1.0 + a_token / 4, 1.0 + a_token]], [1], [[0.1]])
 
 
+def corrected(decoder: DCOCODecoder, corrector: Any) -> DCOCODecoder:
+    """The decoder with another corrector."""
+    decoder.corrector = corrector.eval().requires_grad_(False).to(decoder.target.dtype)
+    decoder.token_table = corrector.token_table(decoder.target.embedding_weight())
+    return decoder
+
+
 def prompts(count: int, longest: int = 20, seed: int = 0) -> list[list[int]]:
     """Prompts of one to `longest` tokens."""
     random = torch.Generator().manual_seed(seed)

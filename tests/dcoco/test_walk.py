@@ -5,8 +5,9 @@ import re
 import pytest
 import torch
 
-from dcoco.corrector import Corrector, CorrectorConfig, Scores, load_corrector, save_corrector
+from dcoco.corrector import Corrector, CorrectorConfig, Scores
 from dcoco.errors import DrafterError
+from dcoco.registry import load_corrector, save_corrector
 from dcoco.walk import walk
 from drafters.base import Lattice
 from tests.models import tiny_decoder
@@ -150,6 +151,8 @@ def test_a_corrector_is_saved_and_loaded(tmp_path):
         ('{"hidden_size": 33, "width": 16, "pair_width": 16}', "the target's is 32"),
         ('{"hidden_size": 32, "width": 16, "pair_width": 24}', "pair_out.weight has shape"),
         ('{"hidden_size": 32, "width": 16, "pair_width": 16, "more": 1}', "more"),
+        ('{"kind": "oracle"}', "kind='oracle' is unknown; known are contextual, selector, lilicorr"),
+        ('{"kind": ["selector"]}', "kind=['selector'] is unknown"),
     ],
 )
 def test_a_wrong_corrector_is_named(tmp_path, written, said):

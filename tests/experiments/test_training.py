@@ -6,12 +6,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from dcoco.corrector import Corrector, CorrectorConfig
+from dcoco.registry import load_corrector
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.checkpoint import target_identity
 from drafters.registry import load_drafter
 from experiments import train_corrector
 from experiments.features import FeatureStore, build, read_answers
+from experiments.heads import KINDS, new_head, teacher_forced_loss
+from experiments.lattices import collect
 from experiments.train_drafter import Trainer, blocks, draft_vocabulary, new_drafter, walk_rounds
 from tests.models import VOCABULARY, LetterTokenizer, llama, prompts
 from verifier.cache import RaggedCache
@@ -146,33 +148,110 @@ def test_the_learning_rate_warms_up_stays_and_falls(world):
     assert rates[15] == pytest.approx(5e-3)
 
 
-def test_a_trained_checkpoint_drafts_and_its_corrector_trains(world, tmp_path):
+@pytest.fixture(scope="module")
+def drafted(world, tmp_path_factory):
+    """A trained drafter's checkpoint, the drafter, and its lattices of training and held-out answers."""
     target, folder, _ = world
-    run = trainer(world, steps=30)
+    run, checkpoint = trainer(world, steps=30), tmp_path_factory.mktemp("drafter")
     for _ in range(30):
         run.train_step()
-    run.drafter.save(tmp_path, target_identity(target, LetterTokenizer()), {"steps": 30})
-    drafter = load_drafter(tmp_path, target, LetterTokenizer())
+    run.drafter.save(checkpoint, target_identity(target, LetterTokenizer()), {"steps": 30})
+    drafter = load_drafter(checkpoint, target, LetterTokenizer())
     config = OmegaConf.create({"held_out": 8, "seed": 0, "blocks": 200, "passes": 4})
-    training, held_out = train_corrector.collect(drafter, FeatureStore(folder, TAPS, LAYERS), config)
-    assert len(training.labels) >= 200
+    return checkpoint, drafter, *collect(drafter, FeatureStore(folder, TAPS, LAYERS), config)
+
+
+def corrector_trainer(world, drafted, kind, steps=60):
+    blocks, rate = (
+        (16, 1e-2) if kind == "lilicorr" else (64, 3e-2)
+    )  # a transformer is slow, and wants to be taught slowly
+    config = OmegaConf.create(
+        {
+            "kind": kind, "width": 16, "pair_width": 32, "rank": 16, "gated": kind == "markov", "steps": steps,
+            "blocks_per_step": blocks, "gamma": 4.0, "lr": rate, "weight_decay": 0.01, "seed": 0,
+        }
+    )  # fmt: skip
     torch.manual_seed(0)
-    corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 32))
-    embedding = target.embedding_weight().float()
-    before = train_corrector.lengths(corrector, held_out, embedding)
+    head = new_head(config, world[0], drafted[1])
+    return train_corrector.Trainer(head, drafted[2], world[0].embedding_weight(), config, "digest")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_correctors_of_all_kinds_train_are_saved_and_draft(world, drafted, tmp_path, kind):
+    checkpoint, drafter, training, held_out = drafted
+    assert len(training) >= 200
+    steps = 30 if kind == "lilicorr" else 80  # so few teach a transformer little
+    run = corrector_trainer(world, drafted, kind, steps)
+    before = run.lengths(held_out)
     assert before["selected"] == before["top1"] <= before["oracle"]
-    optimizer = torch.optim.AdamW(corrector.parameters(), lr=1e-2)
-    losses = []
-    for step in range(60):
-        index = torch.randint(len(training.labels), (64,), generator=torch.Generator().manual_seed(step))
-        loss = train_corrector.teacher_forced_loss(corrector, training.select(index), embedding, 4.0)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = [run.train_step() for _ in range(steps)]
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    after = train_corrector.lengths(corrector, held_out, embedding)
-    assert before["top1"] < after["selected"] <= after["oracle"]
+    after = run.lengths(held_out)
+    assert after["selected"] > before["top1"] or kind == "lilicorr"
+    assert ("tree" in after) == (kind != "markov")
+
+    saved, identity = tmp_path / "head", target_identity(world[0], LetterTokenizer())
+    train_corrector.save(run.head, saved, checkpoint, identity, {"figures": after})
+    loaded = load_drafter(saved, world[0], LetterTokenizer())
+    if kind == "markov":
+        assert loaded.base.config == drafter.config
+    else:
+        assert loaded.config == drafter.config
+        assert type(load_corrector(saved, world[0])) is type(run.head)
+    assert (saved / "model.safetensors").exists() == (kind in ("contextual", "markov"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_correctors_run_is_the_unbroken_run(world, drafted, tmp_path, kind):
+    unbroken = corrector_trainer(world, drafted, kind, steps=8)
+    losses = [unbroken.train_step() for _ in range(8)]
+    broken = corrector_trainer(world, drafted, kind, steps=8)
+    again = [broken.train_step() for _ in range(3)]
+    broken.save(tmp_path / "state.pt")
+    resumed = corrector_trainer(world, drafted, kind, steps=8)
+    resumed.restore(tmp_path / "state.pt")
+    again += [resumed.train_step() for _ in range(5)]
+    assert again == losses
+    for mine, theirs in zip(resumed.head.parameters(), unbroken.head.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    other = corrector_trainer(world, drafted, "selector" if kind != "selector" else "lilicorr")
+    with pytest.raises(ConfigError, match="name another run"):
+        other.restore(tmp_path / "state.pt")
+
+
+def test_the_true_predecessors_scores_are_those_of_all_pairs(world, drafted):
+    """The contextual corrector's loss leaves out the pairs that don't count; so it is as if all had been scored."""
+    run = corrector_trainer(world, drafted, "contextual")
+    for _ in range(5):
+        run.train_step()
+    corrector, embedding = run.head, run.embedding
+    for recalls in (True, False):
+        examples = drafted[2].select(slice(0, 50), recalls)
+        loss = teacher_forced_loss(corrector, examples, embedding, 4.0)
+        scores = corrector(examples.lattice, corrector.token_table(embedding.float()), examples.recalled)
+        total = weight = 0.0
+        for row, labels in enumerate(examples.labels.tolist()):
+            before = None
+            for slot, label in enumerate(labels):
+                ids = examples.lattice.ids[row, slot].tolist()
+                if label not in ids:
+                    break
+                row_of_scores = scores.first[row] if before is None else scores.rest[row, slot - 1, before]
+                before = ids.index(label)
+                fading = 2.718281828 ** (-slot / 4.0)
+                total, weight = total - fading * row_of_scores.log_softmax(0)[before].item(), weight + fading
+        assert abs(loss.item() - total / weight) < 1e-4
+
+
+def test_fewer_candidates_recall_at_their_own_last_place(drafted):
+    few, many = (drafted[2].select(slice(0, 50), candidates=count) for count in (3, None))
+    assert few.lattice.ids.shape[-1] == 3
+    assert torch.equal(few.lattice.ids[..., :2], many.lattice.ids[..., :2]) or few.recalled.column.min() < 2
+    assert torch.equal(few.recalled.matched, many.recalled.matched)
+    found = few.lattice.ids.gather(2, few.recalled.column[..., None])[..., 0]
+    there = few.recalled.matched > 0
+    assert there.any()
+    assert torch.equal(found[there], drafted[2].ahead[:50][there])
 
 
 def test_answers_too_short_for_a_block_are_skipped(tmp_path):
