@@ -6,10 +6,11 @@ from typing import Any
 from drafters.block_diffusion import BlockDiffusionDrafter
 from drafters.checkpoint import check_identity, read_config
 from drafters.dflash import DFlashDrafter
+from drafters.eagle import EagleDrafter
 from verifier.errors import DrafterError
 from verifier.target import Target
 
-DRAFTERS: dict[str, Any] = {"block_diffusion": BlockDiffusionDrafter, "dflash": DFlashDrafter}
+DRAFTERS: dict[str, Any] = {"block_diffusion": BlockDiffusionDrafter, "dflash": DFlashDrafter, "eagle": EagleDrafter}
 
 
 def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
