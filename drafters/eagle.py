@@ -176,12 +176,11 @@ class EagleDrafter(nn.Module):
 
     def features(self, taps: Sequence[Tensor]) -> Tensor:
         """The target's features [..., H] from its taps, [..., H] each (EAGLE-3, section 3.1)."""
-        return self.fuse(torch.cat([unit(tap) for tap in taps], dim=-1).to(self.fuse.weight.dtype))
+        return self.fuse(torch.cat([unit(tap) for tap in taps], dim=-1))
 
     def pairs(self, embedded: Tensor, features: Tensor) -> Tensor:
         """The layer's inputs [..., H] from tokens' embeddings and the features before them, [..., H] each."""
-        both = torch.cat([unit(embedded).to(features.dtype), unit(features)], dim=-1)
-        return self.scale * self.fc(both)
+        return self.scale * self.fc(torch.cat([unit(embedded), unit(features)], dim=-1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., W] over the draft vocabulary."""

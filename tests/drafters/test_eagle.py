@@ -15,10 +15,12 @@ from drafters.checkpoint import target_identity
 from drafters.eagle import EagleConfig, EagleDrafter
 from drafters.registry import load_drafter
 from tests.dcoco.test_law import SETTINGS, answers, combined_pvalue, decoder_of
-from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
+from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, llama, prompts, tiny_decoder
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
+from verifier.linear import PackedLinear, can_pack
 from verifier.sampling import SamplingBatch
+from verifier.target import Target
 
 RIVALS = ("llama", "qwen3", "gemma3")
 
@@ -251,6 +253,16 @@ def saved(folder):
     decoder = eagle_decoder()
     decoder.drafter.save(folder, target_identity(decoder.target, LetterTokenizer()), {})
     return decoder
+
+
+def test_drafting_in_bfloat16_on_packed_weights(tmp_path):
+    saved(tmp_path)
+    decoder = tiny_decoder(eos_ids=[])
+    decoder.target, decoder.corrector = Target(llama().to(torch.bfloat16)), None
+    decoder.drafter = load_drafter(tmp_path, decoder.target, LetterTokenizer())
+    assert isinstance(decoder.drafter.fc, PackedLinear) == can_pack("cpu", torch.bfloat16)
+    for output in decoder.generate(prompts(5, seed=1), SamplingParams(max_tokens=20), "top1"):
+        assert len(output.token_ids) == 20 and output.stats.draft_tokens > 0
 
 
 def test_a_checkpoint_drafts_the_same(tmp_path):
