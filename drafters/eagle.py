@@ -123,7 +123,7 @@ class EagleDrafter(nn.Module):
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:
-        """Start training from the target: its last layer, over the token's embedding plus the last tap.
+        """Start training from the target: its last layer, which at first sees the last tap and nothing of the token.
 
         `scale` is the size (root mean square) of the hidden states that the layer is used to.
         """
@@ -131,7 +131,7 @@ class EagleDrafter(nn.Module):
         one = torch.eye(len(self.fc.weight))
         self.fuse.weight.zero_()
         self.fuse.weight[:, -len(one) :].copy_(one)
-        self.fc.weight.copy_(torch.cat([one, one], dim=1))
+        self.fc.weight.copy_(torch.cat([torch.zeros_like(one), one], dim=1))
         self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
 
     def prepare_training(self) -> "EagleDrafter":
