@@ -115,12 +115,18 @@ def measure(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Costs:
     costs = Costs(counts, list(TOKENS), [], [], slots, [])
     for rows in tqdm(counts, desc="measuring what a round costs", unit="size", leave=False):
         cache = RaggedCache(rows, longest + max(LONGEST, drafter.block_size) + 1, target.device)
-        batch = Batch(method, cache, drafter.start(rows, cache.max_length))
+        state = drafter.start(rows, cache.max_length)
+        batch = Batch(method, cache, state)
         params = SamplingParams()
         batch.requests = [Request([0], params, 1, Detokenizer(decoder.tokenizer))] * rows
         batch.sampling = SamplingBatch.stack([params] * rows, [0] * rows, target.device)
         batch.anchors = torch.zeros(rows, dtype=torch.int64, device=target.device)
         cache.lengths = contexts(rows, longest)
+        taps = [torch.zeros(1, longest, target.hidden_size, dtype=target.dtype, device=target.device)] * len(
+            drafter.taps
+        )
+        for row, length in enumerate(cache.lengths):  # a drafter may keep a cache of its own
+            drafter.observe(state, row, taps, torch.tensor([length], device=target.device))
 
         def run(tokens: list[int], batch: Batch = batch) -> None:
             ids = batch.anchors[:, None].expand(-1, max(tokens))

@@ -12,30 +12,35 @@ draft vocabulary, so a token outside it is never drafted.
 Shapes: R rows, n slots, K candidates, H hidden size, T taps, W draft vocabulary.
 """
 
-import json
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters import block_attention
 from drafters.base import TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.block_attention import BlockContext
-from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number, whole_numbers
+from drafters.checkpoint import (
+    check_draft_ids,
+    check_keys,
+    load_strictly,
+    read_config,
+    read_tensors,
+    whole_number,
+    whole_numbers,
+    write_checkpoint,
+)
+from drafters.shallow import copy_weights, make_ready, shallow_body, trimmed_head, unit
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
-from verifier.linear import pack_linears
 from verifier.packing import Packing
-from verifier.target import MaskMaker, Target, decoder_layers
+from verifier.target import MaskMaker, Target
 
 FORMAT = 1  # of the checkpoint
 
@@ -111,7 +116,7 @@ class BlockDiffusionDrafter(BlockDrafter):
         self.max_positions = target.max_positions
         self.hidden_size = target.hidden_size
         self.vocab_size = target.vocab_size
-        self.body = _shallow_body(target, config.target_layers)
+        self.body = shallow_body(target, config.target_layers)
         self.body_config: Any = self.body.config
         self.masks = MaskMaker(self.body_config, target.dtype)
         kinds = getattr(self.body_config, "layer_types", None) or [next(iter(self.masks.windows))] * len(
@@ -138,12 +143,7 @@ class BlockDiffusionDrafter(BlockDrafter):
         `scale` is the size (root mean square) of the hidden states that the first copied layer is used to.
         """
         target = self._target[0]
-        copies = decoder_layers(self.body, self.body.config)
-        for copy, index in zip(copies, self.config.target_layers, strict=True):
-            copy.load_state_dict(target.layers[index].state_dict())
-        for name, child in self.body.named_children():
-            if child is not copies and next(child.parameters(), None) is not None:  # the final norm
-                child.load_state_dict(getattr(target.body, name).state_dict())
+        copy_weights(self.body, target, self.config.target_layers)
         for index, weight in enumerate(self.feature_projections.parameters()):
             nn.init.eye_(weight) if index == 0 else nn.init.zeros_(weight)
         nn.init.zeros_(self.anchor_projection.weight)
@@ -152,27 +152,18 @@ class BlockDiffusionDrafter(BlockDrafter):
     def prepare_training(self) -> "BlockDiffusionDrafter":
         """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
         self.to(self._target[0].device)
-        self._set_head(torch.bfloat16)
+        self.head = trimmed_head(self._target[0], self.draft_ids, torch.bfloat16)
         return self.train()
 
     def prepare(self) -> "BlockDiffusionDrafter":
         """Make ready for drafting: the target's dtype, packed weights, the head trimmed to the draft vocabulary."""
         target = self._target[0]
-        self.eval().requires_grad_(False).to(target.device)
-        for parameter in self.parameters():  # and no buffer: rotary frequencies stay in float32
-            parameter.data = parameter.data.to(target.dtype)
-        self._set_head(target.dtype)
-        pack_linears(self)
+        self.head = trimmed_head(target, self.draft_ids, target.dtype)
+        make_ready(self, target)
         return self
-
-    def _set_head(self, dtype: torch.dtype) -> None:
-        self.head = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
-        weight = self._target[0].head_weight(self.draft_ids).to(dtype)
-        self.head.weight = nn.Parameter(weight, requires_grad=False)
 
     def save(self, folder: Path, identity: dict[str, Any], training: dict[str, Any]) -> None:
         """Write a checkpoint in bfloat16: whose drafter it is (`target_identity`), and how it was trained."""
-        folder.mkdir(parents=True, exist_ok=True)
         config = {
             "drafter": "block_diffusion",
             "format": FORMAT,
@@ -182,22 +173,14 @@ class BlockDiffusionDrafter(BlockDrafter):
             "target": identity,
             "training": training,
         }
-        state = {name: tensor.cpu() for name, tensor in self.state_dict().items() if not name.startswith("head.")}
-        for name, tensor in state.items():
-            state[name] = tensor.to(torch.bfloat16 if tensor.is_floating_point() else torch.int32).contiguous()
-        save_file(state, str(folder / "model.safetensors"))
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write_checkpoint(self, folder, config)
 
     @classmethod
     def load(cls, folder: Path, target: Target) -> "BlockDiffusionDrafter":
         """The drafter in `folder`, ready to draft for `target`; DrafterError where anything doesn't fit."""
         config, file = read_config(folder), folder / "config.json"
         names = {field.name for field in fields(BlockDiffusionConfig)}
-        known = names | {"drafter", "format", "predicts", "draft_vocab_size", "target", "training"}
-        if unknown := sorted(set(config) - known):
-            raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}: remove them")
-        if missing := sorted(known - {"training"} - set(config)):
-            raise DrafterError(f"{file} lacks the keys {missing}: get the checkpoint again")
+        check_keys(config, names | {"drafter", "format", "predicts", "draft_vocab_size", "target", "training"}, file)
         if config["format"] != FORMAT or config["predicts"] != "next":
             raise DrafterError(
                 f"{file}: format={config['format']!r}, predicts={config['predicts']!r}; "
@@ -212,19 +195,15 @@ class BlockDiffusionDrafter(BlockDrafter):
         state = read_tensors(folder / "model.safetensors")
         drafter = cls(target, shape, state.get("draft_ids"))
         load_strictly(drafter, state, folder)
-        if len(drafter.draft_ids) != config["draft_vocab_size"]:
-            raise DrafterError(
-                f"{file}: draft_vocab_size={config['draft_vocab_size']!r}, but there are {len(drafter.draft_ids)} "
-                "draft_ids: get configuration and weights from the same place"
-            )
+        check_draft_ids(config, drafter.draft_ids, file)
         return drafter.prepare()
 
     def block_inputs(self, features: Sequence[Tensor], anchor_embedding: Tensor, slots: int) -> Tensor:
         """Inputs [..., n, H] of a block from features (T tensors [..., H]) and the anchor's embedding [..., H]."""
         context = self.slots[:slots] + sum(
-            projection(_unit(feature)) for projection, feature in zip(self.feature_projections, features, strict=True)
+            projection(unit(feature)) for projection, feature in zip(self.feature_projections, features, strict=True)
         ).unsqueeze(-2)
-        anchor = self.anchor_projection(_unit(anchor_embedding)).unsqueeze(-2)
+        anchor = self.anchor_projection(unit(anchor_embedding)).unsqueeze(-2)
         return self.scale * torch.cat([context[..., :1, :] + anchor, context[..., 1:, :]], dim=-2)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -283,33 +262,3 @@ class BlockDiffusionDrafter(BlockDrafter):
             packing=None if packing.trivial else packing,
         ).last_hidden_state
         return inputs_RnH, hidden.view(rows, slots, -1)
-
-
-def _unit(features: Tensor) -> Tensor:
-    """Features at root mean square 1, in their dtype; the reduction runs in float32."""
-    return F.rms_norm(features.float(), features.shape[-1:]).to(features.dtype)
-
-
-def _shallow_body(target: Target, layer_ids: Sequence[int]) -> nn.Module:
-    """A model of the target's own class with some of its layers, each bound to its layer of the target's cache.
-
-    The weights are not set: they come from a checkpoint or, for training, from `initialise`.
-    """
-    config = deepcopy(target.config)
-    config.num_hidden_layers = len(layer_ids)
-    if getattr(config, "layer_types", None):
-        config.layer_types = [target.config.layer_types[index] for index in layer_ids]
-    config._attn_implementation = attention.NAME
-    with torch.device("meta"):
-        body = type(target.body)(config)
-    body.set_input_embeddings(nn.Identity())  # type: ignore[operator]
-    for name, child in body.named_children():
-        if next(child.parameters(), None) is None and not isinstance(child, nn.Identity):
-            setattr(body, name, deepcopy(getattr(target.body, name)))  # rotary tables: computed, not loaded
-        else:
-            child.to_empty(device=target.device).to(torch.float32)
-    for layer, index in zip(decoder_layers(body, config), layer_ids, strict=True):
-        for module in layer.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx = index  # type: ignore[assignment]
-    return body

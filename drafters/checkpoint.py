@@ -9,8 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from verifier.errors import DrafterError
@@ -61,6 +62,33 @@ def whole_numbers(config: dict[str, Any], key: str, file: Path) -> tuple[int, ..
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise DrafterError(f"{file}: {key}={value!r} must be a list of integers")
     return tuple(value)
+
+
+def check_keys(config: dict[str, Any], known: set[str], file: Path) -> None:
+    """Refuse a configuration of ours with unknown keys, or without one that it needs (all but "training")."""
+    if unknown := sorted(set(config) - known):
+        raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}: remove them")
+    if missing := sorted(known - {"training"} - set(config)):
+        raise DrafterError(f"{file} lacks the keys {missing}: get the checkpoint again")
+
+
+def check_draft_ids(config: dict[str, Any], draft_ids: Tensor, file: Path) -> None:
+    """Refuse draft ids (int64 [W]) that aren't as many as the configuration says."""
+    if len(draft_ids) != config["draft_vocab_size"]:
+        raise DrafterError(
+            f"{file}: draft_vocab_size={config['draft_vocab_size']!r}, but there are {len(draft_ids)} "
+            "draft_ids: get configuration and weights from the same place"
+        )
+
+
+def write_checkpoint(drafter: nn.Module, folder: Path, config: dict[str, Any]) -> None:
+    """Write a configuration and the drafter's weights, in bfloat16 and without the head, which is the target's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.cpu() for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
+    for name, tensor in state.items():
+        state[name] = tensor.to(torch.bfloat16 if tensor.is_floating_point() else torch.int32).contiguous()
+    save_file(state, str(folder / "model.safetensors"))
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from drafters.base import TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
 from drafters.checkpoint import load_strictly, read_config, read_tensors
 from drafters.dflash_config import DFlashConfig
+from drafters.shallow import trimmed_head
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
@@ -141,7 +142,7 @@ class DFlashDrafter(BlockDrafter):
 
     def prepare_training(self) -> "DFlashDrafter":
         """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
-        self._set_head(torch.bfloat16)
+        self.head = trimmed_head(self._target[0], self.draft_ids, torch.bfloat16)
         return self.train()
 
     def prepare(self) -> "DFlashDrafter":
@@ -152,14 +153,9 @@ class DFlashDrafter(BlockDrafter):
         if len(self.draft_ids) == target.vocab_size:
             self.head = target.head  # a published drafter's target is large: no copy
         else:
-            self._set_head(target.dtype)
+            self.head = trimmed_head(target, self.draft_ids, target.dtype)
         pack_linears(self)
         return self
-
-    def _set_head(self, dtype: torch.dtype) -> None:
-        self.head = nn.Linear(self.hidden_size, len(self.draft_ids), bias=False, device="meta")
-        weight = self._target[0].head_weight(self.draft_ids).to(dtype)
-        self.head.weight = nn.Parameter(weight, requires_grad=False)
 
     def block_inputs(self, anchors: Tensor, slots: int) -> Tensor:
         """Embeddings [..., m, H] of `[anchor, MASK, ...]`; m is n where `predicts` is "next", else n + 1."""

@@ -7,10 +7,11 @@ from drafters.block_diffusion import BlockDiffusionDrafter
 from drafters.checkpoint import check_identity, read_config
 from drafters.dflash import DFlashDrafter
 from drafters.dspark import DSparkDrafter
+from drafters.eagle import EagleDrafter
 from verifier.errors import DrafterError
 from verifier.target import Target
 
-DRAFTERS: dict[str, Any] = {"block_diffusion": BlockDiffusionDrafter, "dflash": DFlashDrafter}
+DRAFTERS: dict[str, Any] = {"block_diffusion": BlockDiffusionDrafter, "dflash": DFlashDrafter, "eagle": EagleDrafter}
 HEADS: dict[str, Any] = {"dspark": DSparkDrafter}  # they stand on the drafter of another folder
 
 

@@ -15,7 +15,7 @@ Shapes: R sequences, A anchors a sequence, n slots, W draft vocabulary, H hidden
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +45,6 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
-    run = Path(config.run)
-    run.mkdir(parents=True, exist_ok=True)
     answers = read_answers(Path(config.answers), config.limit, config.skip)
     features = Path(config.features)
     layers = config.target_layers if config.backbone == "block_diffusion" else ()  # whose cache is read
@@ -55,7 +53,14 @@ def main(config: DictConfig) -> None:
     drafter = new_drafter(config, target, store, draft_vocabulary(answers, config.draft_vocab_size))
     if config.init:
         load_weights(drafter, Path(config.init))
-    trainer = Trainer(drafter.prepare_training(), store, config)
+    train(Trainer(drafter.prepare_training(), store, config), target, tokenizer)
+
+
+def train(trainer: "Trainer", target: Target, tokenizer: Any) -> None:
+    """Train to the end, from where the run stopped: state, log and checkpoint are kept in its folder."""
+    config, drafter = trainer.config, trainer.drafter
+    run = Path(config.run)
+    run.mkdir(parents=True, exist_ok=True)
     trainer.restore(run / "state.pt")
     with tqdm(total=config.steps, initial=trainer.step, desc="train", unit="step") as bar:
         while trainer.step < config.steps:
@@ -90,9 +95,14 @@ def new_drafter(config: DictConfig, target: Target, store: FeatureStore, draft_i
         raise ConfigError(f"backbone={config.backbone!r}: must be block_diffusion or dflash")
     layout = BlockDiffusionConfig(tuple(config.target_layers), tuple(config.taps), config.block_size, config.candidates)
     drafter = BlockDiffusionDrafter(target, layout, draft_ids)
-    first_tap = store.taps[0][: store.sequences[min(64, len(store.sequences) - 1)].start]
-    drafter.initialise(scale=first_tap.float().pow(2).mean(-1).sqrt().median().item())
+    drafter.initialise(size_of(store.taps[0], store))
     return drafter
+
+
+def size_of(tap: Tensor, store: FeatureStore) -> float:
+    """The size (root mean square) of a tap's features in a store, by its first answers."""
+    some = tap[: store.sequences[min(64, len(store.sequences) - 1)].start]
+    return some.float().pow(2).mean(-1).sqrt().median().item()
 
 
 def load_weights(drafter: Any, folder: Path) -> None:
@@ -151,15 +161,10 @@ class Trainer:
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss of slot 1."""
         begun = time.perf_counter()
-        config = self.config
-        random = torch.Generator().manual_seed(config.seed * 1_000_003 + self.step)
-        lengths = config.block_lengths
-        slots = lengths[int(torch.randint(len(lengths), (1,), generator=random))]
-        chosen = self._sequences_of_step()
-        batch, labels_RAn = blocks(self.store, chosen, config.slots_per_step // (len(chosen) * slots), slots, random)
+        batch, labels_RAn = self.examples(torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step))
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate()
-        loss, first = self.loss(batch, labels_RAn, slots)
+        loss, first = self.loss(batch, labels_RAn)
         loss.backward()
         nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         self.optimizer.step()
@@ -170,8 +175,16 @@ class Trainer:
         self.seconds += time.perf_counter() - begun
         return first
 
-    def loss(self, batch: TrainingBatch, labels_RAn: Tensor, slots: int) -> tuple[Tensor, float]:
+    def examples(self, random: torch.Generator) -> tuple[TrainingBatch, Tensor]:
+        """Blocks of this step and their labels [R, A, n]."""
+        config, chosen = self.config, self._sequences_of_step()
+        lengths = config.block_lengths
+        slots = lengths[int(torch.randint(len(lengths), (1,), generator=random))]
+        return blocks(self.store, chosen, config.slots_per_step // (len(chosen) * slots), slots, random)
+
+    def loss(self, batch: TrainingBatch, labels_RAn: Tensor) -> tuple[Tensor, float]:
         """Weighted cross-entropy, and that of slot 1 alone."""
+        slots = labels_RAn.shape[2]
         with torch.autocast(self.store.device.type, torch.bfloat16):
             logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
         columns = torch.where(labels_RAn >= 0, self.column_of[labels_RAn.clamp(min=0)], -100)
@@ -190,21 +203,16 @@ class Trainer:
         rounds and many anchors. `*_accuracy` is of each slot by itself.
         """
         slots = self.drafter.block_size
-        hits: dict[str, list[Tensor]] = {"top1": [], "oracle": []}
-        rounds, tokens = dict.fromkeys(hits, 0), dict.fromkeys(hits, 0)
+        hits: dict[str, list[Tensor]] = defaultdict(list)
+        rounds: Counter[str] = Counter()
+        tokens: Counter[str] = Counter()
         for start in range(0, len(self.held_out), 4):
             chosen = list(self.held_out[start : start + 4])
             sequences = [self.store.sequences[index] for index in chosen]
-            longest = max(sequence.length - sequence.prompt for sequence in sequences)
-            every = [torch.arange(s.prompt, s.prompt + longest).clamp(max=s.length - 1) for s in sequences]
-            batch, labels_RAn = blocks_at(self.store, chosen, torch.stack(every), slots)
+            batch, labels_RAn = whole_answers(self.store, chosen, slots)
             with torch.autocast(self.store.device.type, torch.bfloat16):
                 logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
-            candidates = self.drafter.draft_ids[
-                logits.topk(min(self.drafter.config.candidates, logits.shape[-1])).indices
-            ]
-            hit_RAnK = candidates == labels_RAn[..., None]
-            for name, hit_RAn in (("top1", hit_RAnK[..., 0]), ("oracle", hit_RAnK.any(-1))):
+            for name, hit_RAn in self.hits(logits, labels_RAn).items():
                 for row, sequence in enumerate(sequences):
                     answer = hit_RAn[row, : sequence.length - sequence.prompt - 1]
                     walked = walk_rounds(answer.long().cumprod(-1).sum(-1).tolist())
@@ -217,6 +225,12 @@ class Trainer:
             figures[f"{name}_block_length"] = round(1 + joined.cumprod(-1).sum(-1).mean().item(), 4)
             figures[f"{name}_accuracy"] = [round(value, 4) for value in joined.mean(0).tolist()]
         return figures
+
+    def hits(self, logits: Tensor, labels_RAn: Tensor) -> dict[str, Tensor]:
+        """Which slots a draft gets right, [R, A, n]."""
+        best = logits.topk(min(self.drafter.config.candidates, logits.shape[-1])).indices
+        hit_RAnK = self.drafter.draft_ids[best] == labels_RAn[..., None]
+        return {"top1": hit_RAnK[..., 0], "oracle": hit_RAnK.any(-1)}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -284,6 +298,14 @@ def blocks_at(store: FeatureStore, chosen: list[int], anchors_RA: Tensor, slots:
     ends = torch.tensor([sequence.length for sequence in sequences], device=store.device)
     tokens = batch.ids.gather(1, ahead_RAn.clamp(max=batch.ids.shape[1] - 1).flatten(1)).view(ahead_RAn.shape)
     return batch, torch.where(ahead_RAn < ends[:, None, None], tokens, -1)
+
+
+def whole_answers(store: FeatureStore, chosen: list[int], slots: int) -> tuple[TrainingBatch, Tensor]:
+    """A block behind every token of the answers of some sequences, and their labels [R, A, n] (-1 behind the end)."""
+    sequences = [store.sequences[index] for index in chosen]
+    longest = max(sequence.length - sequence.prompt for sequence in sequences)
+    every = [torch.arange(s.prompt, s.prompt + longest).clamp(max=s.length - 1) for s in sequences]
+    return blocks_at(store, chosen, torch.stack(every), slots)
 
 
 def walk_rounds(accepted: list[int]) -> int:
