@@ -211,6 +211,8 @@ class DCOCODecoder:
 
     def _spend(self, batch: Batch, draft: Draft, lengths: list[int], slots: int) -> list[int]:
         """How many tokens of each row's draft are verified."""
+        if draft.counts is not None:
+            lengths = [min(pair) for pair in zip(lengths, draft.counts.tolist(), strict=True)]
         if batch.budget is not None and draft.log_probs is not None:
             return batch.budget.spend(draft, torch.tensor(lengths, device=draft.tokens.device), slots)
         if draft.tree is not None:

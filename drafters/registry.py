@@ -6,10 +6,16 @@ from typing import Any
 from drafters.block_diffusion import BlockDiffusionDrafter
 from drafters.checkpoint import check_identity, read_config
 from drafters.dflash import DFlashDrafter
+from drafters.prompt_lookup import PromptLookupDrafter
 from verifier.errors import DrafterError
 from verifier.target import Target
 
-DRAFTERS: dict[str, Any] = {"block_diffusion": BlockDiffusionDrafter, "dflash": DFlashDrafter}
+DRAFTERS: dict[str, Any] = {
+    "block_diffusion": BlockDiffusionDrafter,
+    "dflash": DFlashDrafter,
+    "prompt_lookup": PromptLookupDrafter,
+}
+ANY_TARGET = ("prompt_lookup",)
 
 
 def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
@@ -28,6 +34,6 @@ def load_drafter(folder: Path, target: Target, tokenizer: Any) -> Any:
     name = config.get("drafter", "dflash" if "dflash_config" in config else None)
     if not isinstance(name, str) or name not in DRAFTERS:
         raise DrafterError(f"{folder / 'config.json'}: drafter={name!r} is unknown; known are {', '.join(DRAFTERS)}")
-    if "drafter" in config:
+    if "drafter" in config and name not in ANY_TARGET:
         check_identity(config, target, tokenizer, folder)
     return DRAFTERS[name].load(folder, target)

@@ -1,43 +1,11 @@
-"""Recall: what followed the longest earlier occurrence of the text's end, on the lattice and in the scores."""
+"""Recall: what followed the text's end when it stood there before, on the lattice and in the scores."""
 
 import torch
 
 from dcoco.corrector import Corrector, CorrectorConfig
-from dcoco.recall import LONGEST, SUFFIX, Recalled, continuation, recall
+from dcoco.recall import LONGEST, Recalled, recall
+from drafters.prompt_lookup import SUFFIX
 from tests.dcoco.test_walk import CANDIDATES, HIDDEN, ROWS, SLOTS, lattice
-
-
-def reference(text, slots):
-    """The same by comparing strings: (tokens, length of the match)."""
-    anchor = len(text) - 1
-    best = (0, 0)
-    for place in range(anchor):
-        matched = 0
-        while matched < SUFFIX and matched <= place and text[place - matched] == text[anchor - matched]:
-            matched += 1
-        best = max(best, (matched, place))
-    matched, place = best
-    going_on = list(text)
-    for step in range(slots if matched else 0):
-        going_on.append(going_on[place + 1 + step])
-    return going_on[len(text) :], matched
-
-
-def test_the_longest_and_latest_match_goes_on():
-    random = torch.Generator().manual_seed(0)
-    for vocabulary in (1, 2, 3, 30):
-        rows = [torch.randint(0, vocabulary, (length,), generator=random).tolist() for length in (1, 2, 5, 17, 40)]
-        longest = max(map(len, rows))
-        garbage = torch.randint(0, vocabulary, (len(rows), longest), generator=random)  # behind the anchors
-        for row, text in enumerate(rows):
-            garbage[row, : len(text)] = torch.tensor(text)
-        anchors = torch.tensor([len(text) - 1 for text in rows])
-        tokens, matched = continuation(garbage, anchors, 6)
-        for row, text in enumerate(rows):
-            expected, length = reference(text, 6)
-            assert matched[row] == length
-            if length:
-                assert tokens[row].tolist() == expected, (vocabulary, text)
 
 
 def test_recalled_tokens_are_candidates_and_candidates_stay_distinct():
