@@ -24,7 +24,7 @@ from drafters.checkpoint import read_config, read_tensors, whole_number
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError, TargetError
 from verifier.linear import pack_linears
-from verifier.loading import load_whole
+from verifier.loading import load_whole, quiet_transformers
 from verifier.packing import Packing
 from verifier.target import Target
 
@@ -165,7 +165,7 @@ def save(
     identity: dict[str, Any],
     training: dict[str, Any],
 ) -> None:
-    """Write a checkpoint: a transformers model in bfloat16, whose drafter it is (`target_identity`), how trained."""
+    """Write a checkpoint: a transformers model (it becomes bfloat16), its target (`target_identity`), its training."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "drafter": "autoregressive",
@@ -175,8 +175,8 @@ def save(
         "target": identity,
         "training": training,
     }
-    weights = {name: tensor.to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(folder / "model", state_dict=weights)
+    with quiet_transformers():
+        model.to(torch.bfloat16).save_pretrained(folder / "model")
     save_file({"draft_ids": draft_ids.int()}, folder / "draft_ids.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from dcoco import SamplingParams
@@ -115,6 +116,8 @@ def test_a_checkpoint_comes_back(tmp_path):
     target = target_of()
     loaded = load_drafter(checkpoint(tmp_path, target), target, LetterTokenizer())
     assert loaded.block_size == 3 and loaded.draft_ids.tolist() == list(range(3, 60))
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert "lm_head.weight" not in stored and {weight.dtype for weight in stored.values()} == {torch.bfloat16}
     texts = prompts(2)
     bare = small().to(torch.bfloat16).float()
     assert Session(loaded, 2).draft(texts, 3) == [greedy(bare, text, 3, loaded.draft_ids) for text in texts]
