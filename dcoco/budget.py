@@ -102,7 +102,7 @@ class Budget:
             return (self._said[:, : int(even.argmax())] > 0).sum(-1).tolist()
         # What was said tells tokens apart that calibration makes equal.
         last = np.sort(self._said, axis=None)[-int(ragged.argmax())]
-        return (self._said >= last).sum(-1).tolist()
+        return ((self._said >= last) & (self._said > 0)).sum(-1).tolist()  # 0: beyond a limit, or no draft at all
 
     def calibrate(self, said: np.ndarray, source: int) -> np.ndarray:
         """How often tokens are accepted whose drafts (0: recalled, 1: drafted) give them these probabilities; never

@@ -85,7 +85,7 @@ def find_costs(decoder: "DCOCODecoder", method: "Method", max_rows: int) -> Cost
     assert drafter is not None
     facts = {
         "target": [target.config.to_json_string(), str(target.dtype), str(target.device)],
-        "drafter": [type(drafter).__name__, drafter.block_size, len(drafter.taps)],
+        "drafter": [repr(drafter), drafter.block_size, len(drafter.taps)],  # its modules and their sizes
         "method": [method, type(decoder.corrector).__name__, decoder.tree_size, decoder.recall],
         "machine": [cpu_model(), torch.get_num_threads(), torch.__version__],
         "rows": max_rows,

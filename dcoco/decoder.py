@@ -20,12 +20,13 @@ from dcoco.costs import find_costs
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
 from dcoco.output import PHASES, Chunk, RequestOutput
-from dcoco.recall import Continuation, continuation, recall
+from dcoco.recall import recall
 from dcoco.registry import AnyCorrector, load_corrector
 from dcoco.targets import drafter_folder, load_target, resolve_drafter
 from dcoco.tree import grow
 from dcoco.walk import walk
 from drafters.base import Context, Draft, Drafter
+from drafters.prompt_lookup import Continuation, continuation
 from drafters.registry import load_drafter
 from verifier.packing import Packing
 from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled, verify_tree
@@ -222,6 +223,8 @@ class DCOCODecoder:
 
     def _spend(self, batch: Batch, draft: Draft, lengths: list[int], slots: int) -> list[int]:
         """How many tokens of each row's draft are verified."""
+        if draft.counts is not None:
+            lengths = [min(pair) for pair in zip(lengths, draft.counts.tolist(), strict=True)]
         if batch.budget is not None and draft.log_probs is not None:
             return batch.budget.spend(draft, torch.tensor(lengths, device=draft.tokens.device), slots)
         if draft.tree is not None:

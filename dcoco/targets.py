@@ -7,8 +7,6 @@ A target is one YAML file in `conf/target`, a local folder, a GGUF file, or a hu
 """
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -161,50 +159,27 @@ def load_target(
     `pick_device`. Weights not yet here are fetched (FetchError); a folder that transformers can't load, or whose
     weights are incomplete, is a TargetError.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
+
+    from verifier.loading import load_whole, quiet_transformers
 
     source = resolve_target(name) if isinstance(name, str) else name
     device = pick_device(device)
     dtype = pick_dtype(dtype, device)
     folder = fetch(source)
-    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    with _quiet_transformers():
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    model = load_whole(folder, f"target {source.name!r}", TargetError, dtype, trust_remote_code)
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
             )
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        except Exception as error:  # transformers raises anything from OSError to RuntimeError for a bad folder
-            raise TargetError(
-                f"target {source.name!r} can't be loaded from {folder}: {error}. Get its files again, or choose another"
-            ) from error
-    # Transformers fills what is missing or of another shape with random weights, leaves out what it doesn't expect (the
-    # layers above num_hidden_layers, say), takes integers for weights and goes on; a target must be whole.
-    model, report = loaded
-    report["integer_keys"] = _integers(folder, {name for name, _ in model.named_parameters()})
-    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "integer_keys"):
-        if report.get(fault):
-            some = ", ".join(str(key) for key in sorted(report[fault], key=str)[:3])
-            count, kind = len(report[fault]), fault.replace("_keys", "")
-            raise TargetError(
-                f"target {source.name!r} in {folder} has {count} {kind} weights: {some} ...; "
-                "get weights and config.json from the same place"
-            )
+    except Exception as error:  # anything from OSError to RuntimeError for a bad folder
+        raise TargetError(
+            f"the tokenizer of target {source.name!r} can't be loaded from {folder}: {error}. Get its files again"
+        ) from error
     if source.chat is False:
         tokenizer.chat_template = None  # a base model: some carry a template that they were never trained on
     return model.to(device).eval().requires_grad_(False), tokenizer, source
-
-
-def _integers(folder: Path, names: set[str]) -> set[str]:
-    """Which of these weights a folder's safetensors files hold as other than floating-point numbers."""
-    from safetensors import safe_open
-
-    found: set[str] = set()
-    for file in folder.glob("model*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            mine = names & set(tensors.keys())
-            found |= {name for name in mine if "F" not in tensors.get_slice(name).get_dtype()}  # F32, BF16, F8_E4M3
-    return found
 
 
 def _is_hub_id(name: str) -> bool:
@@ -264,19 +239,3 @@ def _checked(entry: Any, keys: set[str], where: str, required: set[str] | None =
         faults = [f"unknown key {key!r}" for key in sorted(unknown)] + [f"no key {key!r}" for key in sorted(missing)]
         raise ConfigError(f"{where}: {', '.join(faults)}; expected {', '.join(sorted(keys))}")
     return dict(entry)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No weight-loading bar and no warnings while a checked folder is loaded: what matters is raised as an error."""
-    from transformers.utils import logging
-
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()

@@ -40,7 +40,8 @@ class Draft:
     The tokens follow one another, unless `tree` says how they branch; then the most probable come first. `log_probs`
     are of the path to each token, where the drafter can say how likely it is to be accepted. `candidates` and `q` are
     None for a draft that is a fixed function of the past (deterministic), else [R, n, K]: `q` is the probability with
-    which the walk chose among `candidates`, given the tokens before it.
+    which the walk chose among `candidates`, given the tokens before it. Where rows have different numbers of tokens,
+    `counts` says how many; what fills up the others is any valid id.
     """
 
     tokens: Tensor  # [R, n] int64
@@ -48,6 +49,7 @@ class Draft:
     q: Tensor | None = None  # [R, n, K] float32
     tree: Tree | None = None
     log_probs: Tensor | None = None  # [R, n] float32
+    counts: Tensor | None = None  # [R] int64, from 0 to n: not for a tree, nor with q
 
     def first(self, counts: list[int]) -> "Draft":
         """The first counts[r] tokens of each row, padded to the longest. Not for a draft with q."""

@@ -13,8 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from verifier.errors import DrafterError
+from verifier.loading import quiet_transformers
 from verifier.target import Target
 
 LARGEST = 1 << 16  # no size of a drafter is larger: a slip in a configuration must not ask for terabytes
@@ -140,3 +142,29 @@ def check_identity(config: dict[str, Any], target: Target, tokenizer: Any, folde
     ]
     if wrong:
         raise DrafterError(f"the drafter in {folder} was trained for another target: {', '.join(wrong)}; take its own")
+
+
+def check_tokenizer(config: dict[str, Any], tokenizer: Any, folder: Path) -> None:
+    """Refuse a plain language model as a drafter that has another tokenizer than the target, as far as it says.
+
+    A draft of such a model would never be accepted. Its vocabulary may have padding, or lack the target's padding.
+    """
+    theirs = tokenizer.get_vocab()
+    size, needed = config.get("vocab_size", config.get("text_config", {}).get("vocab_size")), max(theirs.values()) + 1
+    if type(size) is not int or size < needed:
+        raise DrafterError(
+            f"{folder / 'config.json'}: vocab_size={size!r}, but the target's tokenizer has {needed} ids: "
+            "a draft model must share it; choose one of the target's family"
+        )
+    if not (folder / "tokenizer.json").exists():
+        return
+    try:
+        with quiet_transformers():
+            mine = AutoTokenizer.from_pretrained(folder, local_files_only=True).get_vocab()
+    except Exception as error:  # transformers raises anything from OSError to RuntimeError for a bad file
+        raise DrafterError(f"the tokenizer in {folder} can't be loaded: {error}. Get its files again") from error
+    if wrong := [token for token, index in theirs.items() if mine.get(token, index) != index]:
+        raise DrafterError(
+            f"the draft model in {folder} has another tokenizer than the target: {wrong[0]!r} is {mine[wrong[0]]} "
+            f"there and {theirs[wrong[0]]} here ({len(wrong)} tokens differ); choose one of the target's family"
+        )

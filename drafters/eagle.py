@@ -75,6 +75,11 @@ class EagleState:
 
     cache: RaggedCache
     pending: Tensor  # [S, H]: the feature of each row's last observed token, whose pair waits for the next token
+    bytes_per_token: int
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.cache.rows * self.cache.max_length * self.bytes_per_token + self.pending.nbytes
 
     @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
@@ -85,6 +90,10 @@ class EagleState:
     def reset(self, row: int) -> None:
         self.cache.lengths[row] = 0
         self.pending[row] = 0
+
+    @torch.inference_mode()
+    def clean(self) -> None:
+        self.cache.clean()
 
 
 class EagleDrafter(nn.Module):
@@ -227,7 +236,8 @@ class EagleDrafter(nn.Module):
     def start(self, rows: int, max_length: int) -> EagleState:
         target = self._target[0]
         cache = RaggedCache(rows, max_length + self.block_size, target.device)
-        return EagleState(cache, torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device))
+        pending = torch.zeros(rows, target.hidden_size, dtype=target.dtype, device=target.device)
+        return EagleState(cache, pending, target.cache_bytes_per_token // len(target.layers))
 
     @torch.inference_mode()
     def observe(self, state: EagleState, first: int, taps: list[Tensor], counts_R: Tensor) -> None:

@@ -14,8 +14,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 from tqdm import tqdm
 
-from dcoco.recall import Continuation, Recalled, continuation, recall
+from dcoco.recall import Recalled, recall
 from drafters.base import Lattice, TrainingBatch
+from drafters.prompt_lookup import Continuation, continuation
 from experiments.features import FeatureStore
 from experiments.train_drafter import blocks, blocks_at
 

@@ -36,6 +36,7 @@ from drafters.checkpoint import load_strictly, read_tensors, target_identity
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, Sequence_, build, read_answers
+from experiments.schedule import batches_of_epoch, learning_rate
 from verifier.errors import ConfigError
 from verifier.target import Target
 
@@ -153,10 +154,8 @@ class Trainer:
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def learning_rate(self) -> float:
-        """Linear warm-up, constant, linear decay to zero."""
-        config = self.config
-        left = (config.steps - self.step) / max(1.0, config.steps * config.decay)
-        return config.lr * min(1.0, (self.step + 1) / config.warmup, left)
+        """The rate of this step."""
+        return learning_rate(self.config, self.step)
 
     def train_step(self) -> float:
         """One optimizer step; returns the mean loss of slot 1."""
@@ -266,19 +265,12 @@ class Trainer:
                 self.average.load_state_dict(state["average"])
 
     def _sequences_of_step(self) -> list[int]:
-        """The sequences of this step: a shuffled epoch, cut into batches of similar length to save padding."""
         size = self.config.sequences_per_step
         training = len(self.store.sequences) - self.config.held_out
         epoch, position = divmod(self.step, training // size)
         if self._epoch[0] != epoch:
-            random = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
-            order = torch.randperm(training, generator=random).tolist()
-            batches = []
-            for start in range(0, len(order), 32 * size):
-                pool = sorted(order[start : start + 32 * size], key=lambda index: self.store.sequences[index].length)
-                batches += [pool[i : i + size] for i in range(0, len(pool) - size + 1, size)]
-            shuffle = torch.randperm(len(batches), generator=random).tolist()
-            self._epoch = (epoch, [batches[index] for index in shuffle])
+            lengths = [sequence.length for sequence in self.store.sequences[:training]]
+            self._epoch = (epoch, batches_of_epoch(lengths, size, self.config.seed, epoch))
         return self._epoch[1][position % len(self._epoch[1])]
 
 

@@ -607,6 +607,13 @@ def test_a_budget_that_buys_nothing_verifies_nothing():
     assert Budget(costs, 4, 4).spend(draft, torch.tensor([3, 0]), 3) == [0, 0]
 
 
+def test_a_budget_never_buys_beyond_a_limit():
+    """Not even where more tokens were measured to be faster."""
+    costs = Costs([1], [1, 2, 9], [[9.0, 9.0, 9.0]], [[2.0, 1.5, 0.5]], [1], [[0.1]])
+    draft = Draft(torch.zeros(2, 3, dtype=torch.int64), log_probs=torch.tensor([[0.9, 0.5, 0.2]] * 2).log())
+    assert Budget(costs, 4, 4).spend(draft, torch.tensor([1, 0]), 3) == [1, 0]
+
+
 def test_a_chunk_beside_a_row_that_is_nearly_full_is_observed(monkeypatch, caplog):
     monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 50)
     engine = Engine(dflash_decoder("qwen3"), "top1", max_num_seqs=2)

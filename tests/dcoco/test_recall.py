@@ -1,52 +1,11 @@
-"""Recall: what followed the longest earlier occurrence of the text's end, on the lattice and in the scores."""
+"""Recall: what followed the text's end when it stood there before, on the lattice and in the scores."""
 
 import torch
 
 from dcoco.corrector import Corrector, CorrectorConfig
-from dcoco.recall import LONGEST, RIGHT, SUFFIX, Continuation, Recalled, continuation, recall
+from dcoco.recall import LONGEST, Recalled, recall
+from drafters.prompt_lookup import SUFFIX, continuation
 from tests.dcoco.test_walk import CANDIDATES, HIDDEN, ROWS, SLOTS, lattice
-
-
-def reference(text, slots):
-    """The same by comparing strings: (tokens, length of the match)."""
-    anchor = len(text) - 1
-    best = (0, 0)
-    for place in range(anchor):
-        matched = 0
-        while matched < SUFFIX and matched <= place and text[place - matched] == text[anchor - matched]:
-            matched += 1
-        best = max(best, (matched, place))
-    matched, place = best
-    going_on = list(text)
-    for step in range(slots if matched else 0):
-        going_on.append(going_on[place + 1 + step])
-    return going_on[len(text) :], matched
-
-
-def test_the_longest_and_latest_match_goes_on():
-    random = torch.Generator().manual_seed(0)
-    for vocabulary in (1, 2, 3, 30):
-        rows = [torch.randint(0, vocabulary, (length,), generator=random).tolist() for length in (1, 2, 5, 17, 40)]
-        longest = max(map(len, rows))
-        garbage = torch.randint(0, vocabulary, (len(rows), longest), generator=random)  # behind the anchors
-        for row, text in enumerate(rows):
-            garbage[row, : len(text)] = torch.tensor(text)
-        anchors = torch.tensor([len(text) - 1 for text in rows])
-        found = continuation(garbage, anchors, 6)
-        for row, text in enumerate(rows):
-            expected, length = reference(text, 6)
-            assert found.matched[row] == length
-            if length:
-                assert found.tokens[row].tolist() == expected, (vocabulary, text)
-
-
-def test_what_is_recalled_is_a_draft_the_surer_the_longer_the_match():
-    found = Continuation(torch.tensor([[5, 6, 7]] * 3), torch.tensor([0, 1, SUFFIX]))
-    p = found.draft().log_probs.exp()
-    assert found.draft().tokens is found.tokens
-    assert p[0].tolist() == [0, 0, 0]  # nothing recalled
-    torch.testing.assert_close(p[1], torch.tensor(RIGHT[:3]).cumprod(0))
-    torch.testing.assert_close(p[2], torch.tensor(RIGHT[SUFFIX - 1 :][:3]).cumprod(0))
 
 
 def test_recalled_tokens_are_candidates_and_candidates_stay_distinct():
