@@ -14,8 +14,6 @@ chosen (`verifier/rejection.py`).
 Shapes: R rows, N drafted tokens a row.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
@@ -27,11 +25,16 @@ from verifier.packing import Packing
 
 PROBE = 32  # rounds between full drafts, which show whether drafting more would pay again
 FADE = 0.9  # of the promises of earlier drafts, a round
+REFIT = 8  # rounds between new curves of calibration
 MEMORY = 0.98  # of the counts that the calibration rests on, a round
 EDGES = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 1.0])  # of the classes of probability
+DEPTHS = (2, 5)  # between the bands of depth: what a draft says of its deep tokens holds less often
+TRUST = 20.0  # tokens that are taken to have come true as expected
+LEAST = 0.05  # tokens of a row that nothing recalled makes sure
 HOPE = 0.998  # of the drift of a kind of round that isn't tried, a round
 PRIOR = 4.0  # tokens of each class that calibration starts from, accepted as often as they said
-PLAIN, EVEN, RAGGED = range(3)  # kinds of rounds
+EVEN, RAGGED = range(2)  # kinds of rounds
+SIZES = (0.0, 1.5, 2.5, 4.5, 8.5)  # tokens of a row that are verified: between the classes of rounds; 0 is plain
 OUTLIER = 2.0  # a round that takes so many times what was expected says nothing of the next
 
 
@@ -48,15 +51,24 @@ class Budget:
         self.costs = costs
         self.choices = sorted({max(1, block >> halved) for halved in range(3)})
         self._middles = (EDGES[:-1] + EDGES[1:]) / 2
-        # By source (0: recalled, 1: drafted) and class: tokens verified lately, and how many of them were accepted.
-        self._tried = np.zeros((2, len(self._middles)))
-        self._accepted = np.zeros((2, len(self._middles)))
+        # By source (0: recalled, 1: drafted), depth and class: tokens verified lately, and of them those accepted.
+        self._tried = np.zeros((2, len(DEPTHS) + 1, len(self._middles)))
+        self._accepted = np.zeros_like(self._tried)
+        self._curves = np.zeros((*self._tried.shape[:2], len(self._middles) + 2))  # what follows for 0, the classes, 1
+        self._fit()
         self._said = np.empty((0, 0))  # [R, N]: the last draft's own probabilities
-        # By choice, and evenly or not: tokens that a row may expect to get accepted if 0, 1, 2, ... a row are verified.
+        self._depths = np.empty((0, 0), dtype=np.int64)  # and how deep its tokens are
+        # Evenly or not, by 0, 1, 2, ... tokens of a row that are verified: how many of them what is recalled may expect
+        # to get accepted; and by choice, what part of the others a draft makes good.
+        self._recalled = np.zeros((2, most + 1))
         self._promise = np.zeros((len(self.choices), 2, most + 1))
         self._noted = np.full(len(self.choices), -np.inf)  # the round that it was last updated in
-        self._drift = np.ones(3)  # how much longer rounds take than was measured: PLAIN, EVEN and RAGGED ones
-        self._ran = np.zeros(3)  # the last round of each kind
+        # By kind: tokens that were expected to be accepted lately, and those that were: what looks best is overrated.
+        self._hoped, self._got = np.zeros(2), np.zeros(2)
+        self._plan = EVEN, 0.0  # the last round's kind, and what was expected of it
+        self._tables: dict[int, list[np.ndarray]] = {}  # by rows: seconds and sizes of passes
+        self._drift = np.ones((2, len(SIZES) + 1))  # by kind and size: how much longer rounds take than was measured
+        self._ran = np.zeros_like(self._drift)  # the last round of each kind and size
         self._rounds = 0
 
     def slots(self, recalled: Draft, limits: Tensor) -> int:
@@ -67,16 +79,16 @@ class Budget:
             limits: int64 [R], how deep each row's draft may go.
         """
         self._rounds += 1
+        said, depths = _read(recalled, limits)
+        p, rows, best = self.calibrate(said, depths, 0), len(said), 0
+        self._recalled = self._by_row(p, said)
         if np.isinf(self._noted[-1]) or self._rounds % PROBE == 0:
             return self.choices[-1]
-        said = _said(recalled, _depths(recalled), limits)
-        rows, best = len(said), 0
-        rate = max(float(rates.max()) for rates in self._rates(self.calibrate(said, 0), 0.0))
-        tokens = rows * np.arange(1, self._promise.shape[2] + 1)
+        rate = max(float(rates.max()) for rates in self._rates(p, said, 0.0))
         for choice, promises in zip(self.choices, self._promise, strict=True):
-            drafting = self.costs.of_draft(rows, choice)
-            for promise, (cost, drift) in zip(promises, self._passes(), strict=True):
-                found = float((rows * (1.0 + promise) / (drafting + cost(rows, tokens))).max()) / drift
+            drafting, gains = self.costs.of_draft(rows, choice), self._recalled + promises * self._open()
+            for gain, (seconds, drift) in zip(gains * self._truth(), self._passes(rows), strict=True):
+                found = float((rows * (1.0 + gain) / (drafting + seconds[::rows]) / drift[::rows]).max())
                 if found > rate:
                     best, rate = choice, found
         return best
@@ -89,27 +101,31 @@ class Budget:
             limits: int64 [R], how deep each row's draft may go.
             slots: that were drafted; 0 for what the text recalls.
         """
-        depths_RN = _depths(draft)
-        self._said = _said(draft, depths_RN, limits)
+        self._said, self._depths = _read(draft, limits)
         rows, most = self._said.shape
         if most == 0:
             return [0] * rows
-        p = self.calibrate(self._said, min(slots, 1))
+        p = self.calibrate(self._said, self._depths, min(slots, 1))
         if slots:
-            self._remember(p, depths_RN.cpu().numpy(), slots)
-        even, ragged = self._rates(p, self.costs.of_draft(rows, slots) if slots else 0.0)
-        if even.max() >= ragged.max() or not ragged.argmax():
-            return (self._said[:, : int(even.argmax())] > 0).sum(-1).tolist()
-        # What was said tells tokens apart that calibration makes equal.
-        last = np.sort(self._said, axis=None)[-int(ragged.argmax())]
+            self._remember(p, slots)
+        even, ragged = self._rates(p, self._said, self.costs.of_draft(rows, slots) if slots else 0.0)
+        each, together = int(even.argmax()), int(ragged.argmax())
+        gains = _gains(p, self._said)
+        if even[each] >= ragged[together] or not together:
+            self._plan = EVEN, gains[EVEN][each]
+            return (self._said[:, :each] > 0).sum(-1).tolist()
+        self._plan = RAGGED, gains[RAGGED][together]
+        last = np.sort(self._said, axis=None)[-together]
         return ((self._said >= last) & (self._said > 0)).sum(-1).tolist()  # 0: beyond a limit, or no draft at all
 
-    def calibrate(self, said: np.ndarray, source: int) -> np.ndarray:
-        """How often tokens are accepted whose drafts (0: recalled, 1: drafted) give them these probabilities; never
-        lower for a higher one."""
-        weights = self._tried[source] + PRIOR
-        rates = isotonic_regression((self._accepted[source] + PRIOR * self._middles) / weights, weights=weights).x
-        return np.interp(said, [0.0, *self._middles, 1.0], [0.0, *rates, rates[-1]])
+    def calibrate(self, said: np.ndarray, depths: np.ndarray, source: int) -> np.ndarray:
+        """How often tokens are accepted whose drafts (0: recalled, 1: drafted) give them these probabilities, and which
+        are so deep; at one depth never lower for a higher probability. All are [R, N]."""
+        p, bands = np.zeros_like(said), np.searchsorted(DEPTHS, depths)
+        for band, curve in enumerate(self._curves[source]):
+            mine = bands == band
+            p[mine] = np.interp(said[mine], [0.0, *self._middles, 1.0], curve)
+        return p
 
     def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float) -> None:
         """Take in what came of a round.
@@ -122,75 +138,103 @@ class Budget:
         """
         rows, verified = len(counts), sum(counts)
         if len(self._said) == rows:
-            source, classes = min(slots, 1), len(self._middles)
-            kind_of = np.searchsorted(EDGES, self._said, side="right").clip(1, classes) - 1
+            source = min(slots, 1)
+            shape = self._tried[source].shape
+            classes = np.searchsorted(EDGES, self._said, side="right").clip(1, shape[1]) - 1
+            kind_of = np.searchsorted(DEPTHS, self._depths) * shape[1] + classes
             seen = np.arange(self._said.shape[1]) < np.array(counts)[:, None]
             hits = [kind_of[row, node] for row, nodes in enumerate(accepted) for node in nodes]
             for counted, found in ((self._tried, kind_of[seen]), (self._accepted, np.array(hits, dtype=np.int64))):
-                counted[source] = MEMORY * counted[source] + np.bincount(found, minlength=classes)
-        kind = (
-            PLAIN if not slots + verified else EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
-        )
+                fresh = np.bincount(found, minlength=shape[0] * shape[1]).reshape(shape)
+                counted[source] = MEMORY * counted[source] + fresh
+            if self._rounds % REFIT == 0:
+                self._fit()
+        if verified:
+            kind, hoped = self._plan
+            self._hoped[kind] = MEMORY * self._hoped[kind] + hoped
+            self._got[kind] = MEMORY * self._got[kind] + sum(map(len, accepted))
+        kind = EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
+        cell = kind, np.searchsorted(SIZES, verified / rows)
         cost = self.costs.of_ragged if kind == RAGGED else self.costs.of_even
         expected = float(cost(rows, np.asarray(rows + verified)))
         expected += self.costs.of_draft(rows, slots) if slots else 0.0
-        if seconds < OUTLIER * expected * self._drift[kind]:
-            fresh = 1.0 - FADE ** max(1, self._rounds - self._ran[kind])
-            self._drift[kind] += fresh * (seconds / expected - self._drift[kind])
-        self._ran[kind] = self._rounds
+        if seconds < OUTLIER * expected * self._drift[cell]:
+            fresh = 1.0 - FADE ** max(1, self._rounds - self._ran[cell])
+            self._drift[cell] += fresh * (seconds / expected - self._drift[cell])
+        self._ran[cell] = self._rounds
 
-    def _rates(self, p: np.ndarray, drafting: float) -> tuple[np.ndarray, np.ndarray]:
+    def _rates(self, p: np.ndarray, said: np.ndarray, drafting: float) -> tuple[np.ndarray, np.ndarray]:
         """Expected tokens a second if 0, 1, 2, ... tokens of each row are verified, or of all rows together, by the
         probabilities p [R, N] of drafts that took so many seconds."""
         rows, found = len(p), []
-        for gains, step, (cost, drift) in zip(_gains(p), (rows, 1), self._passes(), strict=True):
-            tokens = rows + step * np.arange(len(gains))
-            found.append((rows + gains) / (drafting + cost(rows, tokens)) / drift)
-            if not drafting:
-                found[-1][0] = rows / (float(self.costs.of_even(rows, tokens[:1])[0]) * self._expected_drift(PLAIN))
+        kinds = zip(_gains(p, said), (rows, 1), self._truth()[:, 0], self._passes(rows), strict=True)
+        for gains, step, truth, (seconds, drift) in kinds:
+            taken = (drafting + seconds[::step]) * drift[::step]
+            found.append((rows + truth * gains) / taken[: len(gains)])
         return found[0], found[1]
 
-    def _passes(self) -> list[tuple[Callable[[int, np.ndarray], np.ndarray], float]]:
-        """Costs and drift of even and of ragged rounds."""
-        costs = self.costs
-        return [(costs.of_even, self._expected_drift(EVEN)), (costs.of_ragged, self._expected_drift(RAGGED))]
+    def _passes(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Seconds of an even and a ragged pass that verifies 0, 1, 2, ... tokens of so many rows, and their drift.
 
-    def _expected_drift(self, kind: int) -> float:
-        """The drift of a kind of round; what hasn't been tried for long is thought ever faster, and so tried again."""
-        return float(self._drift[kind] * HOPE ** (self._rounds - self._ran[kind]))
+        What hasn't been tried for long is thought ever faster, and so tried again.
+        """
+        if rows not in self._tables:
+            tokens = np.arange(rows * (self._promise.shape[2] - 1) + 1)
+            passes = self.costs.of_even(rows, rows + tokens), self.costs.of_ragged(rows, rows + tokens)
+            self._tables[rows] = [*passes, np.searchsorted(SIZES, tokens / rows)]
+        even, ragged, sizes = self._tables[rows]
+        drift = self._drift * HOPE ** (self._rounds - self._ran)
+        drift[RAGGED, 0] = drift[EVEN, 0]  # plain either way
+        return [(even, drift[EVEN, sizes]), (ragged, drift[RAGGED, sizes])]
 
-    def _remember(self, p: np.ndarray, depths: np.ndarray, slots: int) -> None:
+    def _truth(self) -> np.ndarray:
+        """What part of the expected tokens of even and of ragged rounds comes true: [2, 1]."""
+        return ((self._got + TRUST) / (self._hoped + TRUST))[:, None]
+
+    def _fit(self) -> None:
+        """Draw the curves of calibration through what was counted."""
+        weights = self._tried + PRIOR
+        rates = (self._accepted + PRIOR * self._middles) / weights
+        for where in np.ndindex(*rates.shape[:2]):
+            curve = isotonic_regression(rates[where], weights=weights[where]).x
+            self._curves[where] = [0.0, *curve, curve[-1]]
+
+    def _remember(self, p: np.ndarray, slots: int) -> None:
         """Note what this draft promises, and what shorter ones would have promised."""
-        rows, grid = len(p), np.arange(self._promise.shape[2])
         for index, choice in enumerate(self.choices):
             if choice > slots:
                 break
-            even, ragged = _gains(p if choice == slots else np.where(depths > choice, 0.0, p))
-            found = [
-                np.interp(grid, np.arange(len(even)), even),
-                np.interp(grid * rows, np.arange(len(ragged)), ragged),
-            ]
+            within = self._depths <= (choice if choice < slots else np.inf)
+            promise = (self._by_row(p * within, self._said * within) - self._recalled) / self._open()
             fresh = 1.0 - FADE ** (self._rounds - self._noted[index])
-            self._promise[index] += fresh * (np.stack(found) / rows - self._promise[index])
+            self._promise[index] += fresh * (promise - self._promise[index])
             self._noted[index] = self._rounds
 
+    def _by_row(self, p: np.ndarray, said: np.ndarray) -> np.ndarray:
+        """Tokens of a row that may be expected to be accepted if 0, 1, 2, ... a row are verified, evenly or not."""
+        grid = np.arange(self._promise.shape[2])
+        even, ragged = _gains(p, said)
+        found = np.interp(grid, np.arange(len(even)), even), np.interp(grid * len(p), np.arange(len(ragged)), ragged)
+        return np.stack(found) / len(p)
 
-def _gains(p: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _open(self) -> np.ndarray:
+        """Of 0, 1, 2, ... tokens of a row, those that what is recalled leaves to be made good."""
+        return np.maximum(np.arange(self._promise.shape[2]) - self._recalled, LEAST)
+
+
+def _gains(p: np.ndarray, said: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Tokens that may be expected to be accepted, by p [R, N]: of the first 0, 1, ... N of each row, and of the 0, 1,
-    ... R * N most probable ones of all."""
-    even, ragged = np.sort(p, axis=1)[:, ::-1].sum(0), np.sort(p, axis=None)[::-1]
+    ... R * N first ones of all, in the order of what was said of them."""
+    even = np.take_along_axis(p, np.argsort(-said, axis=1, kind="stable"), axis=1).sum(0)
+    ragged = p.flatten()[np.argsort(-said, axis=None, kind="stable")]
     return np.concatenate([[0.0], even.cumsum()]), np.concatenate([[0.0], ragged.cumsum()])
 
 
-def _said(draft: Draft, depths_RN: Tensor, limits: Tensor) -> np.ndarray:
-    """The draft's own probabilities [R, N], 0 beyond the limits [R]."""
+def _read(draft: Draft, limits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The draft's own probabilities, 0 beyond the limits [R], and the tokens from the anchor to each: [R, N] both."""
     assert draft.log_probs is not None
-    return draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0).cpu().double().numpy()
-
-
-def _depths(draft: Draft) -> Tensor:
-    """Tokens from the anchor to each drafted one: int64 [R, N]."""
-    if draft.tree is not None:
-        return draft.tree.depths[:, 1:]
     rows, slots = draft.tokens.shape
-    return torch.arange(1, slots + 1, device=draft.tokens.device).expand(rows, -1)
+    chain_RN = torch.arange(1, slots + 1, device=limits.device).expand(rows, -1)
+    depths_RN = chain_RN if draft.tree is None else draft.tree.depths[:, 1:]
+    said_RN = draft.log_probs.exp().masked_fill(depths_RN > limits[:, None], 0.0)
+    return said_RN.cpu().double().numpy(), depths_RN.cpu().numpy()

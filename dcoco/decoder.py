@@ -39,7 +39,6 @@ METHODS = ("dcoco", "walk", "top1", "plain")
 RULES = ("match", "one_hot", "sampled")
 NO_DRAFTER = "none"
 TREE_SIZE = 23
-FEWER = 8  # candidates of a draft that a busy machine shortens: pairs of candidates cost their square
 WORTH = 0.08  # on two cores, SmolLM2-135M: one more token costs 2 % of a round that commits 4
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
@@ -205,8 +204,6 @@ class DCOCODecoder:
             lattice = self.drafter.draft(batch.draft_state, batch.anchors, batch.cache, slots, context)
         if isinstance(lattice, Draft):
             return lattice, slots
-        if budget is not None and slots < self.drafter.block_size:
-            lattice = lattice.best(FEWER)
         with batch.clock("correct"):
             batch.lattice_ids = lattice.ids
             if batch.method == "top1" or self.corrector is None or self.token_table is None:

@@ -1,10 +1,10 @@
 """Recall: how the text went on the last time that it looked like this.
 
 Answers quote their prompts and repeat themselves, code above all. The longest suffix of the text that stood in it
-before is looked up (`drafters/prompt_lookup.py`), and what followed it then goes into the lattice as a candidate of each
-slot. How far to trust it is not decided here: the corrector learns it from the length of the match, beside everything
-else that it sees. Where the match is so long, or the engine so busy, that a lattice isn't worth its time, what is
-recalled is the draft by itself (`dcoco/budget.py`).
+before is looked up (`drafters/prompt_lookup.py`), and what followed it then goes into the lattice as a candidate of
+each slot. How far to trust it is not decided here: the corrector learns it from the length of the match, beside
+everything else that it sees. Where the match is so long, or the engine so busy, that a lattice isn't worth its time,
+what is recalled is the draft by itself (`dcoco/budget.py`).
 
 Shapes: R rows, n slots, m recalled tokens, K candidates.
 """

@@ -15,7 +15,6 @@ from torch import Tensor
 
 SLACK = 1.15  # where padding adds less than this, it costs less than packing
 EXTRA = 16  # what a row in the last part costs, in queries: its keys and values are copied
-SIMILAR = 0.7  # contexts of a segment differ by no more than this
 SEGMENT = 400  # what a segment more costs attention, in keys
 
 
@@ -148,15 +147,24 @@ class Packing:
 
 
 def segments(extents: Sequence[int]) -> list[tuple[slice, int]]:
-    """Neighbouring rows of similar extent, and the largest of each segment."""
-    found: list[tuple[slice, int]] = []
-    start, low, high = 0, extents[0], extents[0]
-    for row, extent in enumerate(extents):
-        if min(low, extent) < SIMILAR * max(high, extent):
-            found.append((slice(start, row), high))
-            start, low, high = row, extent, extent
-        low, high = min(low, extent), max(high, extent)
-    return [*found, (slice(start, len(extents)), high)]
+    """Neighbouring rows that attention runs together, and the largest extent of each group.
+
+    As few keys as possible are looked at, where each group costs as many as SEGMENT more.
+    """
+    best, begins = [0], [0]  # what the first rows cost, and where their last segment begins
+    for stop in range(1, len(extents) + 1):
+        high, costs = 0, []
+        for start in range(stop - 1, -1, -1):
+            high = max(high, extents[start])
+            costs.append(best[start] + high * (stop - start) + SEGMENT)
+        best.append(min(costs))
+        begins.append(stop - 1 - costs.index(best[-1]))
+    found, stop = [], len(extents)
+    while stop:
+        start = begins[stop]
+        found.append((slice(start, stop), max(extents[start:stop])))
+        stop = start
+    return found[::-1]
 
 
 def attention_work(extents: Sequence[int]) -> int:

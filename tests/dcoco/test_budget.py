@@ -9,7 +9,7 @@ import torch
 
 from dcoco import SamplingParams
 from dcoco import costs as costs_module
-from dcoco.budget import PLAIN, PROBE, Budget
+from dcoco.budget import PROBE, Budget
 from dcoco.costs import Costs, find_costs
 from drafters.base import Draft
 from tests.models import prompts, tiny_decoder
@@ -67,7 +67,8 @@ def test_what_is_bought_is_the_best_that_any_choice_could_buy():
 def test_what_calibration_makes_equal_is_bought_in_its_order():
     chooser = budget(Costs([3], [1, 2, 3], [[10.0, 50.0, 100.0]], [[10.0, 10.03, 10.1, 100.0]], [8], [[1.0]]))
     # The surer a draft, the less comes true: calibration takes all for equal.
-    chooser._tried[:], chooser._accepted[:] = 1e6, np.linspace(9e5, 1e5, chooser._tried.shape[1])
+    chooser._tried[:], chooser._accepted[:] = 1e6, np.linspace(9e5, 1e5, chooser._tried.shape[2])
+    chooser._fit()
     draft = chain([0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1])
     assert chooser.spend(draft, torch.full((3,), MOST), 8) == [3, 0, 0]
 
@@ -76,7 +77,7 @@ def test_what_calibration_makes_equal_is_bought_in_its_order():
 def test_nothing_is_bought_where_nothing_pays(drift):
     dear = [[10.0, 20.0, 40.0], [40.0, 80.0, 160.0]]
     chooser = budget(replace(COSTS, even=dear, ragged=[[10.0, 13.0, 20.0, 40.0], [40.0, 50.0, 80.0, 160.0]]))
-    chooser._drift[1:] = drift
+    chooser._drift[:, 1:] = np.array(drift)[:, None]
     draft = chain([0.2, 0.1], [0.1, 0.01], [0.3, 0.1])
     assert chooser.spend(draft, torch.full((3,), MOST), 8) == [0, 0, 0]
 
@@ -140,12 +141,24 @@ def test_what_is_recalled_wins_over_drafting_only_where_it_is_surer():
     assert chooser.slots(unsure, limits) == BLOCK
 
 
+ONE = np.array([1])
+
+
 def test_what_is_recalled_is_calibrated_apart():
     chooser = budget(FREE)
     for _ in range(100):
         chooser.spend(chain([0.85]), torch.tensor([MOST]), 0)
         chooser.learn(0, [1], [[]], 10.0)
-    assert chooser.calibrate(np.array([0.85]), 0) < 0.3 and chooser.calibrate(np.array([0.85]), 1) > 0.7
+    assert chooser.calibrate(np.array([0.85]), ONE, 0) < 0.3 and chooser.calibrate(np.array([0.85]), ONE, 1) > 0.7
+
+
+def test_deep_tokens_are_calibrated_apart():
+    chooser, draft = budget(FREE), chain([0.9, 0.88, 0.87, 0.86, 0.85, 0.84, 0.83])
+    for _ in range(300):
+        chooser.spend(draft, torch.tensor([MOST]), 8)
+        chooser.learn(8, [7], [list(range(5))], 10.0)  # whatever is said, five tokens come true
+    p = chooser.calibrate(np.array([0.85] * 3), np.array([1, 4, 6]), 1)
+    assert p[0] > 0.9 and p[1] > 0.9 and p[2] < 0.3
 
 
 def test_drafting_comes_back_when_it_pays_again():
@@ -161,9 +174,9 @@ def test_probabilities_are_calibrated_by_what_is_accepted():
         counts = chooser.spend(chain([0.85, 0.3]), torch.tensor([MOST]), 8)
         kept = torch.rand(2, generator=random) < torch.tensor([0.4, 0.5])  # of 0.85 only 0.4 come true
         chooser.learn(8, counts, [list(range(int(kept.int().cumprod(0).sum())))], 10.0)
-    sure, unsure = chooser.calibrate(np.array([0.85, 0.3]), 1)
+    sure, unsure = chooser.calibrate(np.array([0.85, 0.3]), np.array([1, 2]), 1)
     assert sure == pytest.approx(0.4, abs=0.1) and unsure == pytest.approx(0.2, abs=0.1)
-    grid = chooser.calibrate(np.linspace(0, 1, 50), 1)
+    grid = chooser.calibrate(np.linspace(0, 1, 50), np.ones(50), 1)
     assert (np.diff(grid) >= 0).all() and grid[0] == 0
 
 
@@ -175,8 +188,8 @@ def test_a_tree_is_calibrated_by_the_nodes_that_were_accepted():
     for _ in range(300):
         assert chooser.spend(draft, torch.tensor([1]), 8) == [2]
         chooser.learn(8, [2], [[1]], 10.0)
-    assert chooser._tried[1, 3] == chooser._accepted[1, 3] > 40  # the class of 0.3
-    assert chooser._tried[1, 6] > 40 > chooser._accepted[1, 6] == 0
+    assert chooser._tried[1, 0, 3] == chooser._accepted[1, 0, 3] > 40  # the class of 0.3
+    assert chooser._tried[1, 0, 6] > 40 > chooser._accepted[1, 0, 6] == 0
 
 
 def test_a_slow_round_is_learnt_and_a_hiccup_is_not():
@@ -184,7 +197,7 @@ def test_a_slow_round_is_learnt_and_a_hiccup_is_not():
     for _ in range(50):
         chooser.learn(0, [0], [[]], 12.0)
     chooser.learn(0, [0], [[]], 900.0)
-    assert chooser._drift[PLAIN] == pytest.approx(1.2, abs=0.01)
+    assert chooser._drift[0, 0] == pytest.approx(1.2, abs=0.01)
 
 
 def test_a_kind_of_round_that_proves_slow_is_left_and_tried_again():
@@ -199,7 +212,7 @@ def test_a_kind_of_round_that_proves_slow_is_left_and_tried_again():
         chooser.learn(8, counts, said, seconds if even else 1.5 * seconds)
     assert not found[0] and found.count(True) > 90
     chooser._rounds += 400  # even ones only
-    chooser._ran[1] = chooser._rounds
+    chooser._ran[0] = chooser._rounds
     assert len(set(chooser.spend(draft, torch.full((4,), MOST), 8))) > 1
 
 

@@ -222,7 +222,7 @@ def test_rows_of_all_lengths_change_places_and_keep_their_text(monkeypatch):
         arranged.append(before != [id(request) for request in batch.requests])
 
     monkeypatch.setattr(Batch, "arrange", watch)
-    monkeypatch.setattr("verifier.packing.SEGMENT", 1000)
+    monkeypatch.setattr("verifier.packing.SEGMENT", 2)
     decoder = tiny_decoder("gemma3", max_rows=6, eos_ids=[])
     given = [[*prompt, 5, 6][-6:] * (9 if index % 2 else 1) for index, prompt in enumerate(prompts(14, seed=11))]
     each = [
