@@ -93,7 +93,7 @@ class Session:
 
 
 def close(mine, theirs):
-    torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

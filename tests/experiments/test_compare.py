@@ -24,7 +24,7 @@ GREEDY = SamplingParams(max_tokens=12)
 
 
 def row(system="fast", tokens=40, seconds=1.0, rounds=10, **changes: Any) -> dict[str, Any]:
-    stats = Stats(rounds, 30, 20, 30, [12, 8], seconds, prefill_seconds=0.1)
+    stats = Stats(rounds, rounds, 30, 20, 30, [12, 8], seconds, prefill_seconds=0.1)
     stats.phase_seconds["draft"] = seconds / 4
     of = {"benchmark": "gsm8k", "temperature": 0.0, "batch": 1, "repeat": 0, "group": 0}
     made = {"prompts": 1, "new_tokens": tokens, "seconds": seconds, "texts": [7], "stats": asdict(stats), "max_p": None}
