@@ -123,7 +123,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     decoder = DCOCODecoder.from_pretrained(
-        arguments.target, drafter=arguments.drafter, device=arguments.device, dtype=arguments.dtype
+        arguments.target, drafter=arguments.drafter, device=arguments.device, dtype=arguments.dtype, max_rows=1
     )
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     chat = not arguments.raw and getattr(decoder.tokenizer, "chat_template", None)

@@ -35,7 +35,7 @@ CONTEXT = (448, 64)  # positions that the first and the last of the measured row
 LONGEST = 24  # of one row
 GOLDEN = 0.618  # its multiples spread evenly between whole numbers
 MOST = 256  # tokens of a measured pass
-REPEATS = 3  # the faster one counts: what else the machine does only slows it down
+REPEATS = 2  # the faster one counts: what else the machine does only slows it down
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ Shapes: R rows, n drafted slots, V vocabulary.
 """
 
 import reprlib
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -77,10 +77,11 @@ class DCOCODecoder:
         recall: bool = True,
         adaptive: bool = False,
     ):
-        if tree_size < 1:
-            raise ParameterError(f'tree_size={tree_size}: must be at least 1; for a single path use method="walk"')
-        if not 0.0 <= worth < 1.0:
-            raise ParameterError(f"worth={worth}: must be a probability from 0 to below 1")
+        for name, value in (("tree_size", tree_size), ("max_rows", max_rows)):
+            if type(value) is not int or value < 1:
+                raise ParameterError(f"{name}={value!r}: must be an integer, at least 1")
+        if isinstance(worth, bool) or not isinstance(worth, int | float) or not 0.0 <= worth < 1.0:
+            raise ParameterError(f"worth={worth!r}: must be a probability from 0 to below 1")
         if rule not in RULES:
             raise ParameterError(f"rule={rule!r}: must be one of {', '.join(RULES)}")
         self.target = target
@@ -284,10 +285,7 @@ class DCOCODecoder:
             ParameterError: an empty or too long prompt, ids outside the vocabulary, a wrong argument.
         """
         prompt_ids = [self.encode(prompt) for prompt in _as_list(prompts)]
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(prompt_ids)
-        else:
-            each = list(params)
+        each = [params or SamplingParams()] * len(prompt_ids) if _is_one(params) else _checked_params(params)
         if len(each) != len(prompt_ids):
             raise ParameterError(f"params: {len(each)} given for {len(prompt_ids)} prompts; give one, or one a prompt")
         engine = self._engine(prompt_ids, each, method, trace)
@@ -304,6 +302,8 @@ class DCOCODecoder:
         self, prompt: Prompt, params: SamplingParams | None = None, method: Method = "dcoco", trace: bool = False
     ) -> Iterator[Chunk]:
         """Answer one prompt piece by piece: a chunk a round, whole characters only; the last one holds the output."""
+        if not _is_one(params):
+            raise ParameterError(f"params={reprlib.repr(params)}: must be SamplingParams")
         ids, params = self.encode(prompt), params or SamplingParams()
         if params.n != 1:
             raise ParameterError(f"n={params.n}: a stream has one answer; call generate, or stream once a seed")
@@ -312,8 +312,11 @@ class DCOCODecoder:
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: a string, chat messages, or ids. Raises ParameterError for anything else."""
         if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        if not isinstance(prompt, Sequence):
+            try:
+                return self.tokenizer(prompt)["input_ids"]
+            except TypeError as error:  # half of a surrogate pair, say
+                raise ParameterError(f"prompt={prompt!a:.60}: the tokenizer can't read this text ({error})") from error
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise ParameterError(
                 f"prompt={reprlib.repr(prompt)}: must be a string, messages or a list of plain ints; give an array's "
                 "or a tensor's .tolist()"
@@ -322,7 +325,13 @@ class DCOCODecoder:
         if items and isinstance(items[0], dict):
             if not getattr(self.tokenizer, "chat_template", None):
                 raise ParameterError("chat messages need a chat template and this target has none: give text instead")
-            encoded = self.tokenizer.apply_chat_template(items, add_generation_prompt=True, return_dict=True)
+            try:
+                encoded = self.tokenizer.apply_chat_template(items, add_generation_prompt=True, return_dict=True)
+            except Exception as error:  # templates are programs: theirs may be any
+                raise ParameterError(
+                    f"messages={reprlib.repr(items)}: the chat template can't render these ({error}); each needs a "
+                    "role and a content, both strings"
+                ) from error
             return encoded["input_ids"]
         return items  # type: ignore[return-value]
 
@@ -349,8 +358,22 @@ def _as_list(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list of prompts."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | dict):
+        raise ParameterError(f"prompts={reprlib.repr(prompts)}: must be text, messages or token ids, or a list of such")
     items = list(prompts)
     return [items] if items and isinstance(items[0], int | dict) else items
+
+
+def _is_one(params: Any) -> TypeGuard[SamplingParams | None]:
+    return params is None or isinstance(params, SamplingParams)
+
+
+def _checked_params(params: Any) -> list[SamplingParams]:
+    """A list of SamplingParams; ParameterError for anything else."""
+    each = list(params) if isinstance(params, Sequence) else [params]
+    if odd := [one for one in each if not isinstance(one, SamplingParams)]:
+        raise ParameterError(f"params: {reprlib.repr(odd[0])} instead of SamplingParams; give one, or one a prompt")
+    return each
 
 
 def _eos_ids(model: nn.Module, tokenizer: Any) -> list[int]:

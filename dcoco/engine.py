@@ -322,10 +322,13 @@ class Engine:
 
         Raises:
             ParameterError: an empty prompt, ids outside the vocabulary, a prompt that leaves no room for a token, an
-                argument of the wrong type, or (`submit_all`) more answers than there may ever be at once.
+                argument of the wrong type, `params.n` other than 1, or (`submit_all`) more answers than there may ever
+                be at once.
             QueueFullError: as many requests wait as may wait.
         """
         self._check(prompt_ids, params)
+        if params.n != 1:
+            raise ParameterError(f"n={params.n}: submit() takes one request; submit_all() takes n of them")
         self._check_room(1)
         return self._queue(prompt_ids, [params])[0]
 

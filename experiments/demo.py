@@ -26,7 +26,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=110)
     console.print(f"loading {arguments.target} (the first time, its weights are fetched) ...")
-    decoder = DCOCODecoder.from_pretrained(arguments.target)
+    decoder = DCOCODecoder.from_pretrained(arguments.target, max_rows=1)  # costs of one row are measured at once
     console.print(
         f"{decoder.target.dtype}, drafter with blocks of {decoder.drafter.block_size if decoder.drafter else 0}\n"
     )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dcoco import DCOCODecoder, SamplingParams
+from dcoco.errors import ParameterError
 from dcoco.targets import load_target
 
 QUESTIONS = [
@@ -52,6 +53,19 @@ def test_the_shipped_drafter_and_corrector_are_trained(decoder):
         lengths[method] = sum(output.stats.committed_tokens for output in outputs) / rounds
     assert lengths["top1"] > 1.7
     assert lengths["dcoco"] > 1.3 * lengths["top1"]
+
+
+def test_text_and_messages_that_can_not_be_read_are_named(decoder):
+    with pytest.raises(ParameterError, match="the tokenizer can't read this text"):
+        decoder.encode("\ud800")
+    for wrong in (
+        {"role": "user"},
+        {"content": "hi"},
+        {},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ):
+        with pytest.raises(ParameterError, match="each needs a role and a content, both strings"):
+            decoder.encode([wrong])
 
 
 def test_sampled_text_is_plain_samplings(decoder):

@@ -5,7 +5,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
 from dcoco import SamplingParams
-from dcoco.engine import Batch
+from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError, TargetError
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from tests.models import EOS, FAMILIES, SHAPE, VOCABULARY, explicit_mask, prompts, tiny_decoder
@@ -206,6 +206,19 @@ def test_wrong_arguments_are_named():
             tiny_decoder(**{name: value})
     with pytest.raises(ParameterError, match="chat template"):
         decoder.generate([[{"role": "user", "content": "hi"}]])
+    for wrong in (None, 5, 1.5, b"abc", {"role": "user", "content": "hi"}):
+        with pytest.raises(ParameterError, match="prompts="):
+            decoder.generate(wrong)
+    for wrong in (5, "x", {"max_tokens": 2}, [5], [None]):
+        with pytest.raises(ParameterError, match="params: "):
+            decoder.generate([[5]], wrong)
+    with pytest.raises(ParameterError, match="params=5"):
+        next(decoder.stream([5], 5))
+    for name, value in {"tree_size": 2.5, "max_rows": 0, "worth": "x"}.items():
+        with pytest.raises(ParameterError, match=f"{name}={value!r}: must be"):
+            tiny_decoder(**{name: value})
+    with pytest.raises(ParameterError, match="submit_all"):
+        Engine(decoder).submit([5], SamplingParams(n=2))
     decoder.drafter = None
     with pytest.raises(DrafterError, match="drafter"):
         decoder.generate([[5]])
