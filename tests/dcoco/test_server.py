@@ -389,6 +389,8 @@ def test_a_full_queue_is_a_429():
             assert refused.value.response.headers["retry-after"] == "1"
             assert metric(full, "num_requests_waiting") == 2
         full.steps = None
+        while metric(full, "num_requests_waiting") + metric(full, "num_requests_running"):
+            pass  # until the server has noticed that both have left
         assert full.openai.completions.create(prompt=TEXT, **_extra(GREEDY)).usage.completion_tokens == 24
 
 
