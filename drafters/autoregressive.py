@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from drafters.base import Context, Draft, finish
 from drafters.block import draft_vocabulary
-from drafters.checkpoint import read_config, read_tensors, whole_number
+from drafters.checkpoint import check_keys, read_config, read_tensors, whole_number
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError, TargetError
 from verifier.linear import pack_linears
@@ -93,10 +93,7 @@ class AutoregressiveDrafter:
         if "drafter" not in config:
             return cls(target, _load_model(folder, target))
         known = {"drafter", "format", "block_size", "draft_vocab_size", "target", "training"}
-        if unknown := sorted(set(config) - known):
-            raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}: remove them")
-        if missing := sorted(known - {"training"} - set(config)):
-            raise DrafterError(f"{file} lacks the keys {missing}: get the checkpoint again")
+        check_keys(config, known, file)
         if config["format"] != FORMAT:
             raise DrafterError(f"{file}: format={config['format']!r}; this version reads format={FORMAT}")
         block_size, size = whole_number(config, "block_size", file), config["draft_vocab_size"]

@@ -15,19 +15,17 @@ with a state that goes through the block, and their confidence-scheduled server 
 Shapes: R rows, n slots, H hidden size, W draft vocabulary, E rank.
 """
 
-import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from drafters.base import Context, Draft, DraftState, Pick, finish
 from drafters.block import BlockDrafter
-from drafters.checkpoint import load_strictly, read_config, read_tensors, whole_number
+from drafters.checkpoint import check_keys, load_strictly, read_config, read_tensors, whole_number, write_checkpoint
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.linear import pack_linears
@@ -86,12 +84,9 @@ class DSparkDrafter(nn.Module):
 
     def save(self, folder: Path, base: str, identity: dict[str, Any], training: dict[str, Any]) -> None:
         """Write the heads alone, in bfloat16; `base` is the folder of the drafter below, relative to this one."""
-        folder.mkdir(parents=True, exist_ok=True)
         config = {"drafter": "dspark", "format": FORMAT, "base": base, **asdict(self.config)}
         config |= {"target": identity, "training": training}
-        state = {name: tensor.detach().cpu().bfloat16().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(state, str(folder / "model.safetensors"))
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write_checkpoint(self, folder, config)
 
     @classmethod
     def load(cls, folder: Path, target: Target, base: BlockDrafter) -> "DSparkDrafter":
@@ -99,10 +94,7 @@ class DSparkDrafter(nn.Module):
         config, file = read_config(folder), folder / "config.json"
         names = {field.name for field in fields(DSparkConfig)}
         known = names | {"drafter", "format", "base", "target", "training"}
-        if unknown := sorted(set(config) - known):
-            raise DrafterError(f"{file} has unknown keys {unknown}; known are {sorted(known)}: remove them")
-        if missing := sorted(known - {"training"} - set(config)):
-            raise DrafterError(f"{file} lacks the keys {missing}: get the checkpoint again")
+        check_keys(config, known, file)
         if config["format"] != FORMAT:
             raise DrafterError(f"{file}: format={config['format']!r}; this version reads format={FORMAT}")
         if type(config["gated"]) is not bool:

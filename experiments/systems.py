@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from rich.console import Console
@@ -22,6 +22,8 @@ from dcoco.registry import load_corrector
 from dcoco.targets import drafter_folder, resolve_drafter
 from drafters.registry import load_drafter
 from experiments.benchmarks import load_benchmark
+
+T = TypeVar("T")
 
 WORKER = Path(__file__).with_name("llamacpp_worker.py")
 
@@ -39,7 +41,7 @@ class System(Protocol):
         """Answer prompts side by side; temperature and `max_tokens` of all are the first one's."""
 
 
-def rotated(systems: Sequence[System], turn: int) -> list[System]:
+def rotated(systems: Sequence[T], turn: int) -> list[T]:
     """The order of a turn: each begins with another one, so that none is always first after a pause."""
     first = turn % len(systems)
     return [*systems[first:], *systems[:first]]

@@ -36,7 +36,7 @@ from experiments.comparison import markdown_table
 from experiments.environment import CONF, describe
 from experiments.prediction import Costs, Round, acceptance_by_place, acceptance_rate, measured, predictions
 from experiments.records import Records, check_resumed
-from experiments.systems import first_turns, load_drafters
+from experiments.systems import first_turns, load_drafters, rotated
 from verifier.cache import RaggedCache
 
 PLAIN = "plain"
@@ -126,7 +126,7 @@ def run(cases: Sequence[Case], prompts: Sequence[list[list[int]]], records: Reco
     todo = [
         (case, *place)
         for turn, place in enumerate(places)
-        for case in [*cases[turn % len(cases) :], *cases[: turn % len(cases)]]
+        for case in rotated(cases, turn)
         if (case.system, case.gamma, *place) not in done
     ]
     for case, benchmark, prompt in (bar := tqdm(todo, unit="answer")):

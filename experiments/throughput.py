@@ -41,6 +41,7 @@ from experiments.load import Load, Timeline, drive, drive_server
 from experiments.metrics import Pass, figures
 from experiments.records import Records, check_resumed
 from experiments.servers import Server, serve_command
+from experiments.systems import rotated
 
 ENGINES = ("inprocess", "http")
 # Settings that a run may change when it goes on: they add cells, or don't matter to them.
@@ -140,8 +141,7 @@ def schedule(systems: Sequence[System], loads: Sequence[Load], repeats: int) -> 
     """Under each load every system once a repeat, each time beginning with another one."""
     for load in loads:
         for repeat in range(repeats):
-            first = repeat % len(systems)
-            for system in [*systems[first:], *systems[:first]]:
+            for system in rotated(systems, repeat):
                 yield system, load, repeat
 
 
