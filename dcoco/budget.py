@@ -80,11 +80,12 @@ class Budget:
         """
         self._rounds += 1
         said, depths = _read(recalled, limits)
-        p, rows, best = self.calibrate(said, depths, 0), len(said), 0
-        self._recalled = self._by_row(p, said)
+        rows, best = len(said), 0
+        free = _gains(self.calibrate(said, depths, 0), said)
+        self._recalled = self._by_row(free, rows)
         if np.isinf(self._noted[-1]) or self._rounds % PROBE == 0:
             return self.choices[-1]
-        rate = max(float(rates.max()) for rates in self._rates(p, said, 0.0))
+        rate = max(float(rates.max()) for rates in self._rates(free, rows, 0.0))
         for choice, promises in zip(self.choices, self._promise, strict=True):
             drafting, gains = self.costs.of_draft(rows, choice), self._recalled + promises * self._open()
             for gain, (seconds, drift) in zip(gains * self._truth(), self._passes(rows), strict=True):
@@ -108,9 +109,9 @@ class Budget:
         p = self.calibrate(self._said, self._depths, min(slots, 1))
         if slots:
             self._remember(p, slots)
-        even, ragged = self._rates(p, self._said, self.costs.of_draft(rows, slots) if slots else 0.0)
-        each, together = int(even.argmax()), int(ragged.argmax())
         gains = _gains(p, self._said)
+        even, ragged = self._rates(gains, rows, self.costs.of_draft(rows, slots) if slots else 0.0)
+        each, together = int(even.argmax()), int(ragged.argmax())
         if even[each] >= ragged[together] or not together:
             self._plan = EVEN, gains[EVEN][each]
             return (self._said[:, :each] > 0).sum(-1).tolist()
@@ -163,14 +164,14 @@ class Budget:
             self._drift[cell] += fresh * (seconds / expected - self._drift[cell])
         self._ran[cell] = self._rounds
 
-    def _rates(self, p: np.ndarray, said: np.ndarray, drafting: float) -> tuple[np.ndarray, np.ndarray]:
+    def _rates(self, gains: tuple[np.ndarray, np.ndarray], rows: int, drafting: float) -> tuple[np.ndarray, np.ndarray]:
         """Expected tokens a second if 0, 1, 2, ... tokens of each row are verified, or of all rows together, by the
-        probabilities p [R, N] of drafts that took so many seconds."""
-        rows, found = len(p), []
-        kinds = zip(_gains(p, said), (rows, 1), self._truth()[:, 0], self._passes(rows), strict=True)
-        for gains, step, truth, (seconds, drift) in kinds:
+        gains of drafts that took so many seconds."""
+        found = []
+        kinds = zip(gains, (rows, 1), self._truth()[:, 0], self._passes(rows), strict=True)
+        for gain, step, truth, (seconds, drift) in kinds:
             taken = (drafting + seconds[::step]) * drift[::step]
-            found.append((rows + truth * gains) / taken[: len(gains)])
+            found.append((rows + truth * gain) / taken[: len(gain)])
         return found[0], found[1]
 
     def _passes(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -205,17 +206,17 @@ class Budget:
             if choice > slots:
                 break
             within = self._depths <= (choice if choice < slots else np.inf)
-            promise = (self._by_row(p * within, self._said * within) - self._recalled) / self._open()
+            promise = (self._by_row(_gains(p * within, self._said * within), len(p)) - self._recalled) / self._open()
             fresh = 1.0 - FADE ** (self._rounds - self._noted[index])
             self._promise[index] += fresh * (promise - self._promise[index])
             self._noted[index] = self._rounds
 
-    def _by_row(self, p: np.ndarray, said: np.ndarray) -> np.ndarray:
+    def _by_row(self, gains: tuple[np.ndarray, np.ndarray], rows: int) -> np.ndarray:
         """Tokens of a row that may be expected to be accepted if 0, 1, 2, ... a row are verified, evenly or not."""
         grid = np.arange(self._promise.shape[2])
-        even, ragged = _gains(p, said)
-        found = np.interp(grid, np.arange(len(even)), even), np.interp(grid * len(p), np.arange(len(ragged)), ragged)
-        return np.stack(found) / len(p)
+        even, ragged = gains
+        found = np.interp(grid, np.arange(len(even)), even), np.interp(grid * rows, np.arange(len(ragged)), ragged)
+        return np.stack(found) / rows
 
     def _open(self) -> np.ndarray:
         """Of 0, 1, 2, ... tokens of a row, those that what is recalled leaves to be made good."""
