@@ -150,9 +150,9 @@ class BlockDiffusionDrafter(BlockDrafter):
         self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
 
     def prepare_training(self) -> "BlockDiffusionDrafter":
-        """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
+        """Make ready for training: float32 weights, and the frozen head in the target's dtype (autocast there)."""
         self.to(self._target[0].device)
-        self.head = trimmed_head(self._target[0], self.draft_ids, torch.bfloat16)
+        self.head = trimmed_head(self._target[0], self.draft_ids, self._target[0].dtype)
         return self.train()
 
     def prepare(self) -> "BlockDiffusionDrafter":

@@ -141,8 +141,8 @@ class DFlashDrafter(BlockDrafter):
             layer.load_state_dict(fits, strict=False)
 
     def prepare_training(self) -> "DFlashDrafter":
-        """Make ready for training: float32 weights, and the frozen head in bfloat16 (run it under autocast)."""
-        self.head = trimmed_head(self._target[0], self.draft_ids, torch.bfloat16)
+        """Make ready for training: float32 weights, and the frozen head in the target's dtype (autocast there)."""
+        self.head = trimmed_head(self._target[0], self.draft_ids, self._target[0].dtype)
         return self.train()
 
     def prepare(self) -> "DFlashDrafter":

@@ -76,9 +76,14 @@ class DSparkDrafter(nn.Module):
         """The drafter below."""
         return self._base[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The target's dtype, in which the drafter below runs."""
+        return self._target[0].dtype
+
     def prepare(self) -> "DSparkDrafter":
         """Make ready for drafting: the target's dtype, packed weights."""
-        self.eval().requires_grad_(False).to(self._target[0].dtype)
+        self.eval().requires_grad_(False).to(self.dtype)
         pack_linears(self)
         return self
 

@@ -35,6 +35,7 @@ from dcoco.targets import load_target
 from drafters.base import Lattice
 from experiments.environment import CONF, describe
 from experiments.lattices import Blocks, collect
+from experiments.precision import autocast
 from experiments.train_corrector import Trainer, load_frozen
 from experiments.train_drafter import walk_rounds
 from verifier.linear import pack_linears
@@ -48,7 +49,7 @@ FULL = "full"
 @hydra.main(version_base=None, config_path=CONF, config_name="ablate")
 def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
-    model, tokenizer, _ = load_target(config.target, dtype="bfloat16", device=config.device)
+    model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
     run = Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
@@ -116,11 +117,11 @@ def paths(
     """Acceptance lengths of the best paths, by how they are searched for."""
     searches = {"walk": 1, f"beam of {BEAM}": BEAM, "viterbi": candidates}
     rounds, tokens = dict.fromkeys(searches, 0), 0
-    with torch.autocast(embedding.device.type, torch.bfloat16):
+    with autocast(embedding.device, embedding.dtype):
         table = corrector.token_table(embedding.float())
     for answer in answers:
         part = answer.select(slice(None), corrector.recalls, candidates)
-        with torch.autocast(embedding.device.type, torch.bfloat16):
+        with autocast(embedding.device, embedding.dtype):
             scores = corrector(part.lattice, table, part.recalled)
         for name, width in searches.items():
             tokens_Nn = search(part.lattice, scores, width, merge=name == "viterbi")

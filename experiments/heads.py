@@ -27,6 +27,7 @@ from dcoco.walk import walk
 from drafters.base import Context
 from drafters.dspark import DSparkConfig, DSparkDrafter
 from experiments.lattices import Blocks, Examples
+from experiments.precision import autocast
 from experiments.train_drafter import walk_rounds
 from verifier.rejection import verify_tree
 from verifier.sampling import SamplingBatch, SamplingParams
@@ -105,7 +106,7 @@ def markov_loss(drafter: DSparkDrafter, examples: Examples, gamma: float) -> Ten
     column_Nn = torch.where(labels >= 0, drafter.column_of[labels.clamp(min=0)], words)
     reached = F.pad((column_Nn < words).long().cumprod(-1)[:, :-1], (1, 0), value=1).bool() & (labels >= 0)
     before_Nn = torch.cat([drafter.column_of[lattice.anchors][:, None], column_Nn[:, :-1]], dim=1)
-    hidden_SH, truth_S = lattice.hidden[reached].bfloat16(), column_Nn[reached]
+    hidden_SH, truth_S = lattice.hidden[reached].to(drafter.dtype), column_Nn[reached]
     with torch.no_grad():
         base_SW = drafter.base.logits(hidden_SH)
     correction_SW, confidence_S = drafter.heads(hidden_SH, before_Nn[reached])
@@ -133,7 +134,7 @@ def lengths(
     rounds: dict[str, int] = {}
     device = embedding.device
     is_corrector = not isinstance(head, DSparkDrafter)
-    with torch.autocast(device.type, torch.bfloat16):
+    with autocast(device, embedding.dtype):
         table = head.token_table(embedding.float()) if is_corrector else None
     for answer in answers:
         part = answer.select(slice(None), is_corrector and head.recalls, candidates)
@@ -141,10 +142,10 @@ def lengths(
         greedy = SamplingBatch.stack([SamplingParams()] * len(labels), [0] * len(labels), device)
         hits = {"top1": lattice.ids[..., 0] == labels, "oracle": (lattice.ids == labels[..., None]).any(-1)}
         accepted = {}
-        with torch.autocast(device.type, torch.bfloat16):
+        with autocast(device, embedding.dtype):
             if table is None:
                 context = Context(lattice.anchors[:, None], labels, greedy, sampled=False)
-                draft = head.choose(lattice.anchors, lattice.hidden.bfloat16(), context)
+                draft = head.choose(lattice.anchors, lattice.hidden.to(head.dtype), context)
             else:
                 scores: Scores = head(lattice, table, part.recalled)
         if table is not None:

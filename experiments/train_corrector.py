@@ -35,6 +35,7 @@ from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, build, read_answers
 from experiments.heads import KINDS, lengths, markov_loss, new_head, teacher_forced_loss
 from experiments.lattices import Blocks, collect
+from experiments.precision import autocast
 from verifier.errors import ConfigError
 from verifier.target import Target
 
@@ -44,7 +45,7 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
     if config.kind not in KINDS:
         raise ConfigError(f"kind={config.kind!r}: must be one of {', '.join(KINDS)}")
-    model, tokenizer, _ = load_target(config.target, dtype="bfloat16", device=config.device)
+    model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
     folder, run = Path(config.drafter), Path(config.run)
     run.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ class Trainer:
         index = torch.randint(len(self.training), (config.blocks_per_step,), generator=random)
         for group in self.optimizer.param_groups:
             group["lr"] = config.lr * min(1.0, (self.step + 1) / 50, (config.steps - self.step) / (0.5 * config.steps))
-        with torch.autocast(self.embedding.device.type, torch.bfloat16):
+        with autocast(self.embedding.device, self.embedding.dtype):
             loss = self.loss(index)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)

@@ -30,6 +30,7 @@ from drafters.autoregressive import save
 from drafters.checkpoint import target_identity
 from experiments.environment import CONF, describe
 from experiments.features import read_answers
+from experiments.precision import autocast
 from experiments.schedule import batches_of_epoch, learning_rate
 from experiments.train_drafter import draft_vocabulary, walk_rounds
 from verifier.errors import ConfigError
@@ -164,18 +165,18 @@ class Trainer:
             for row, index in enumerate(chosen)
         ]
         places_T = torch.cat(places).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with autocast(self.device, self.target.dtype):
             # Padding stands behind all that counts: a causal model needs no mask for it.
             hidden = self.model.model(input_ids=ids_RP, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)[places_T - 1], ids_RP.flatten()[places_T]
 
     def head(self) -> Tensor:
         """The head's weight [W, H] for the draft vocabulary."""
-        return self.model.model.embed_tokens.weight[self.head_rows].bfloat16()
+        return self.model.model.embed_tokens.weight[self.head_rows].to(self.target.dtype)
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """Logits [T, W] over the draft vocabulary, float32."""
-        return F.linear(hidden.bfloat16(), head).float()
+        return F.linear(hidden.to(head.dtype), head).float()
 
     def loss(self, logits: Tensor, columns: Tensor) -> Tensor:
         """The summed cross-entropy of the tokens that can be drafted."""

@@ -36,6 +36,7 @@ from drafters.checkpoint import load_strictly, read_tensors, target_identity
 from drafters.dflash import DFlashConfig, DFlashDrafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, Sequence_, build, read_answers
+from experiments.precision import autocast
 from experiments.schedule import batches_of_epoch, learning_rate
 from verifier.errors import ConfigError
 from verifier.target import Target
@@ -184,7 +185,7 @@ class Trainer:
     def loss(self, batch: TrainingBatch, labels_RAn: Tensor) -> tuple[Tensor, float]:
         """Weighted cross-entropy, and that of slot 1 alone."""
         slots = labels_RAn.shape[2]
-        with torch.autocast(self.store.device.type, torch.bfloat16):
+        with autocast(self.store.device, self.drafter.head.weight.dtype):
             logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
         columns = torch.where(labels_RAn >= 0, self.column_of[labels_RAn.clamp(min=0)], -100)
         losses = F.cross_entropy(logits.float().flatten(0, 2), columns.flatten(), ignore_index=-100, reduction="none")
@@ -209,7 +210,7 @@ class Trainer:
             chosen = list(self.held_out[start : start + 4])
             sequences = [self.store.sequences[index] for index in chosen]
             batch, labels_RAn = whole_answers(self.store, chosen, slots)
-            with torch.autocast(self.store.device.type, torch.bfloat16):
+            with autocast(self.store.device, self.drafter.head.weight.dtype):
                 logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
             for name, hit_RAn in self.hits(logits, labels_RAn).items():
                 for row, sequence in enumerate(sequences):

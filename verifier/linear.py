@@ -52,10 +52,10 @@ class TurnedLinear(nn.Linear):
     """`nn.Linear` for inference in float32: a few tokens are multiplied as (weight @ x^T)^T."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        if bias is not None:
+            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.numel() // self.in_features
