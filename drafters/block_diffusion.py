@@ -12,7 +12,6 @@ draft vocabulary, so a token outside it is never drafted.
 Shapes: R rows, n slots, K candidates, H hidden size, T taps, W draft vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from drafters import block_attention
 from drafters.base import TrainingBatch
-from drafters.block import BlockDrafter, draft_vocabulary
+from drafters.block import BlockDrafter
 from drafters.block_attention import BlockContext
 from drafters.checkpoint import (
     check_draft_ids,
@@ -35,12 +34,12 @@ from drafters.checkpoint import (
     whole_numbers,
     write_checkpoint,
 )
-from drafters.shallow import copy_weights, make_ready, shallow_body, trimmed_head, unit
+from drafters.shallow import ShallowDrafter, unit
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.packing import Packing
-from verifier.target import MaskMaker, Target
+from verifier.target import Target
 
 FORMAT = 1  # of the checkpoint
 
@@ -95,7 +94,7 @@ class LastFeatures:
         pass  # rows are computed apart from each other, and a reset one is zero
 
 
-class BlockDiffusionDrafter(BlockDrafter):
+class BlockDiffusionDrafter(ShallowDrafter, BlockDrafter):
     """Drafts a block in one pass over copies of the target's layers.
 
     Args:
@@ -108,17 +107,10 @@ class BlockDiffusionDrafter(BlockDrafter):
     """
 
     def __init__(self, target: Target, config: BlockDiffusionConfig, draft_ids: Tensor | None = None):
-        super().__init__()
         config.check(len(target.layers))
-        self.config = config
-        self.block_size = config.block_size
+        super().__init__(target, config, config.target_layers, draft_ids)
         self.taps = config.taps
-        self.max_positions = target.max_positions
         self.hidden_size = target.hidden_size
-        self.vocab_size = target.vocab_size
-        self.body = shallow_body(target, config.target_layers)
-        self.body_config: Any = self.body.config
-        self.masks = MaskMaker(self.body_config, target.dtype)
         kinds = getattr(self.body_config, "layer_types", None) or [next(iter(self.masks.windows))] * len(
             config.target_layers
         )
@@ -129,38 +121,14 @@ class BlockDiffusionDrafter(BlockDrafter):
         self.slots = nn.Parameter(torch.zeros(config.block_size, hidden))
         self.feature_projections = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in config.taps)
         self.anchor_projection = nn.Linear(hidden, hidden, bias=False)
-        self.register_buffer("scale", torch.ones(()))
-        self.scale: Tensor
-        self.draft_ids: Tensor
-        self.register_buffer("draft_ids", draft_vocabulary(draft_ids, target.vocab_size))
-        self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
-        self.head: nn.Module | None = None
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:
-        """Start training from the target: the copied layers as they are, the block from the last token's features.
-
-        `scale` is the size (root mean square) of the hidden states that the first copied layer is used to.
-        """
-        target = self._target[0]
-        copy_weights(self.body, target, self.config.target_layers)
+        """Start training from the target: the copied layers as they are, the block from the last token's features."""
+        super().initialise(scale)
         for index, weight in enumerate(self.feature_projections.parameters()):
             nn.init.eye_(weight) if index == 0 else nn.init.zeros_(weight)
         nn.init.zeros_(self.anchor_projection.weight)
-        self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
-
-    def prepare_training(self) -> "BlockDiffusionDrafter":
-        """Make ready for training: float32 weights, and the frozen head in the target's dtype (autocast there)."""
-        self.to(self._target[0].device)
-        self.head = trimmed_head(self._target[0], self.draft_ids, self._target[0].dtype)
-        return self.train()
-
-    def prepare(self) -> "BlockDiffusionDrafter":
-        """Make ready for drafting: the target's dtype, packed weights, the head trimmed to the draft vocabulary."""
-        target = self._target[0]
-        self.head = trimmed_head(target, self.draft_ids, target.dtype)
-        make_ready(self, target)
-        return self
 
     def save(self, folder: Path, identity: dict[str, Any], training: dict[str, Any]) -> None:
         """Write a checkpoint in bfloat16: whose drafter it is (`target_identity`), and how it was trained."""
@@ -205,11 +173,6 @@ class BlockDiffusionDrafter(BlockDrafter):
         ).unsqueeze(-2)
         anchor = self.anchor_projection(unit(anchor_embedding)).unsqueeze(-2)
         return self.scale * torch.cat([context[..., :1, :] + anchor, context[..., 1:, :]], dim=-2)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., W] over the draft vocabulary."""
-        assert self.head is not None, "prepare() or prepare_training() sets the head"
-        return self.head(hidden)
 
     def run_blocks(self, batch: TrainingBatch, slots: int) -> tuple[Tensor, Tensor]:
         """Inputs and hidden states [R, A, n, H] of the blocks of a training batch."""

@@ -15,7 +15,6 @@ Shapes: R rows, Q tokens a row, T real tokens of a packed pass, n slots, A ancho
 key/value heads, D head size, H hidden size, W draft vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 
 from drafters import block_attention
 from drafters.base import Context, Draft, Pick, TrainingBatch, finish
-from drafters.block import draft_vocabulary
 from drafters.block_attention import ChainContext
 from drafters.checkpoint import (
     check_draft_ids,
@@ -39,12 +37,12 @@ from drafters.checkpoint import (
     whole_numbers,
     write_checkpoint,
 )
-from drafters.shallow import copy_weights, make_ready, shallow_body, trimmed_head, unit
+from drafters.shallow import ShallowDrafter, unit
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.packing import Packing
-from verifier.target import MaskMaker, Target
+from verifier.target import Target
 
 FORMAT = 1  # of the checkpoint
 
@@ -96,7 +94,7 @@ class EagleState:
         self.cache.clean()
 
 
-class EagleDrafter(nn.Module):
+class EagleDrafter(ShallowDrafter):
     """Drafts token by token with one layer, started from the target's last one.
 
     Args:
@@ -109,52 +107,22 @@ class EagleDrafter(nn.Module):
     """
 
     def __init__(self, target: Target, config: EagleConfig, draft_ids: Tensor | None = None):
-        super().__init__()
         config.check(len(target.layers))
-        self.config = config
-        self.block_size = config.block_size
-        self.taps = (-1, *config.taps)  # the embedding says which tokens have been committed
-        self.max_positions = target.max_positions
-        self.vocab_size = target.vocab_size
         self.layer_index = len(target.layers) - 1
-        self.body = shallow_body(target, [self.layer_index])
-        self.body_config: Any = self.body.config
-        self.masks = MaskMaker(self.body_config, target.dtype)
+        super().__init__(target, config, [self.layer_index], draft_ids)
+        self.taps = (-1, *config.taps)  # the embedding says which tokens have been committed
         hidden = target.hidden_size
         self.fuse = nn.Linear(len(config.taps) * hidden, hidden, bias=False)
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
-        self.register_buffer("scale", torch.ones(()))
-        self.scale: Tensor
-        self.draft_ids: Tensor
-        self.register_buffer("draft_ids", draft_vocabulary(draft_ids, target.vocab_size))
-        self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
-        self.head: nn.Module | None = None
 
     @torch.no_grad()
     def initialise(self, scale: float) -> None:
-        """Start training from the target: its last layer, which at first sees the last tap and nothing of the token.
-
-        `scale` is the size (root mean square) of the hidden states that the layer is used to.
-        """
-        copy_weights(self.body, self._target[0], [self.layer_index])
+        """Start training from the target's last layer, which at first sees the last tap and nothing of the token."""
+        super().initialise(scale)
         one = torch.eye(len(self.fc.weight))
         self.fuse.weight.zero_()
         self.fuse.weight[:, -len(one) :].copy_(one)
         self.fc.weight.copy_(torch.cat([torch.zeros_like(one), one], dim=1))
-        self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
-
-    def prepare_training(self) -> "EagleDrafter":
-        """Make ready for training: float32 weights, and the frozen head in the target's dtype (autocast there)."""
-        self.to(self._target[0].device)
-        self.head = trimmed_head(self._target[0], self.draft_ids, self._target[0].dtype)
-        return self.train()
-
-    def prepare(self) -> "EagleDrafter":
-        """Make ready for drafting: the target's dtype, packed weights, the head trimmed to the draft vocabulary."""
-        target = self._target[0]
-        self.head = trimmed_head(target, self.draft_ids, target.dtype)
-        make_ready(self, target)
-        return self
 
     def save(self, folder: Path, identity: dict[str, Any], training: dict[str, Any]) -> None:
         """Write a checkpoint in bfloat16: whose drafter it is (`target_identity`), and how it was trained."""
@@ -190,11 +158,6 @@ class EagleDrafter(nn.Module):
     def pairs(self, embedded: Tensor, features: Tensor) -> Tensor:
         """The layer's inputs [..., H] from tokens' embeddings and the features before them, [..., H] each."""
         return self.scale * self.fc(torch.cat([unit(embedded), unit(features)], dim=-1))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., W] over the draft vocabulary."""
-        assert self.head is not None, "prepare() or prepare_training() sets the head"
-        return self.head(hidden)
 
     def forward_blocks(self, batch: TrainingBatch, slots: int) -> Tensor:
         """Hidden states [R, A, n, H] from which each slot behind each anchor of a training batch is drafted.

@@ -1,15 +1,75 @@
 """What drafters made of the target's own layers share: a shallow copy of its body, its head, features of one size."""
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.block import draft_vocabulary
 from verifier import attention
 from verifier.linear import pack_linears
-from verifier.target import Target, decoder_layers
+from verifier.target import MaskMaker, Target, decoder_layers
+
+
+class ShallowDrafter(nn.Module):
+    """Base of drafters that run copies of some of the target's layers, between the target's embedding and its head.
+
+    `config` is the drafter's shape, with its `block_size`; `draft_ids` (int64 [W], ascending) are the tokens that may
+    be drafted, None for the whole vocabulary. Raises DrafterError where a draft id doesn't fit the target.
+    """
+
+    def __init__(self, target: Target, config: Any, layer_ids: Sequence[int], draft_ids: Tensor | None):
+        super().__init__()
+        self.config = config
+        self.block_size: int = config.block_size
+        self.layer_ids = layer_ids
+        self.max_positions = target.max_positions
+        self.vocab_size = target.vocab_size
+        self.body = shallow_body(target, layer_ids)
+        self.body_config: Any = self.body.config
+        self.masks = MaskMaker(self.body_config, target.dtype)
+        self.register_buffer("scale", torch.ones(()))
+        self.scale: Tensor
+        self.draft_ids: Tensor
+        self.register_buffer("draft_ids", draft_vocabulary(draft_ids, target.vocab_size))
+        self._target = [target]  # in a list: not a submodule, its weights are not the drafter's
+        self.head: nn.Module | None = None
+
+    @torch.no_grad()
+    def initialise(self, scale: float) -> None:
+        """Start training from the target: the copied layers as they are.
+
+        `scale` is the size (root mean square) of the hidden states that the first of them is used to.
+        """
+        copy_weights(self.body, self._target[0], self.layer_ids)
+        self.scale.fill_(2.0 ** round(math.log2(scale)))  # a power of two is the same number in bfloat16
+
+    def prepare_training(self) -> Self:
+        """Make ready for training: float32 weights, and the frozen head in the target's dtype."""
+        target = self._target[0]
+        self.to(target.device)
+        self.head = trimmed_head(target, self.draft_ids, target.dtype)
+        return self.train()
+
+    @torch.no_grad()
+    def prepare(self) -> Self:
+        """Make ready for drafting: the target's device and dtype, frozen, packed weights, the head trimmed."""
+        target = self._target[0]
+        self.head = trimmed_head(target, self.draft_ids, target.dtype)
+        self.eval().requires_grad_(False).to(target.device)
+        for parameter in self.parameters():  # and no buffer: rotary frequencies stay in float32
+            parameter.data = parameter.data.to(target.dtype)
+        pack_linears(self)
+        return self
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., W] over the draft vocabulary."""
+        assert self.head is not None, "prepare() or prepare_training() sets the head"
+        return self.head(hidden)
 
 
 def unit(features: Tensor) -> Tensor:
@@ -58,11 +118,3 @@ def trimmed_head(target: Target, draft_ids: Tensor, dtype: torch.dtype) -> nn.Li
     head = nn.Linear(target.hidden_size, len(draft_ids), bias=False, device="meta")
     head.weight = nn.Parameter(target.head_weight(draft_ids).to(dtype), requires_grad=False)
     return head
-
-
-def make_ready(drafter: nn.Module, target: Target) -> None:
-    """Put a drafter on the target's device, in its dtype, frozen, its weights packed."""
-    drafter.eval().requires_grad_(False).to(target.device)
-    for parameter in drafter.parameters():  # and no buffer: rotary frequencies stay in float32
-        parameter.data = parameter.data.to(target.dtype)
-    pack_linears(drafter)
