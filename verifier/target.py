@@ -37,10 +37,13 @@ class Target:
         pack: leave False to keep plain `nn.Linear` weights, for training a drafter from them.
 
     Raises:
-        TargetError: recurrent or hybrid state that cannot be rolled back, or logits that are not the head's output.
+        TargetError: recurrent or hybrid state that cannot be rolled back, logits that are not the head's output, or a
+            model that belongs to a target already.
     """
 
     def __init__(self, model: PreTrainedModel, pack: bool = True):
+        if model.config._attn_implementation == attention.NAME:
+            raise TargetError(f"this {type(model).__name__} belongs to a target already: use that one, or load it again")
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.base_model

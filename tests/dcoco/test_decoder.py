@@ -149,6 +149,8 @@ def test_what_cannot_be_decoded_exactly_is_refused():
         Target(Gemma2ForCausalLM(Gemma2Config(**shape, num_key_value_heads=2, head_dim=16)))
     with pytest.raises(TargetError, match="recurrent"):
         Target(MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)))
+    with pytest.raises(TargetError, match="belongs to a target already"):
+        Target(Target(FAMILIES["llama"]()).model)
     for change, said in (
         ({"layer_types": ["chunked_attention"] * 4}, "layers of type chunked_attention"),
         ({"num_hidden_layers": 5}, "no list of its 5 decoder layers"),
