@@ -168,7 +168,8 @@ class EagleDrafter(ShallowDrafter):
         """
         rows, positions = batch.ids.shape
         embedded_RPH = self._target[0].embedding(batch.ids)
-        before_RPH = F.pad(self.features(batch.taps), (0, 0, 1, 0))[:, :-1]
+        taps = [tap.to(self.scale.dtype) for tap in batch.taps]
+        before_RPH = F.pad(self.features(taps), (0, 0, 1, 0))[:, :-1]
         positions_RP = torch.arange(positions, device=batch.ids.device).expand(rows, -1)
         text, layer = _Kept(), self.layer_index
         hidden_RPH = self.body(

@@ -16,11 +16,11 @@ from verifier.target import Target
 TAPS = (0, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def world(request, tmp_path_factory):
     """A tiny target, answers to learn from, and their features."""
     torch.manual_seed(0)
-    target = Target(llama().to(torch.bfloat16), pack=False)
+    target = Target(llama().to(request.param), pack=False)
     folder = tmp_path_factory.mktemp("features")
     answers = [
         {"prompt_ids": prompt, "response_ids": [3 + (prompt[0] + step) % 8 for step in range(4 + index % 30)]}

@@ -24,11 +24,11 @@ SHAPE = BlockDiffusionConfig((1, 3), (0, 3), block_size=4, candidates=40)
 TAPS, LAYERS = (0, 3), (1, 3)
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def world(request, tmp_path_factory):
     """A tiny target, answers to learn from, and their features."""
     torch.manual_seed(0)
-    target = Target(llama().to(torch.bfloat16), pack=False)
+    target = Target(llama().to(request.param), pack=False)
     folder = tmp_path_factory.mktemp("features")
     answers = [
         {"prompt_ids": prompt, "response_ids": [(prompt[0] + 3 * step) % VOCABULARY for step in range(4 + index % 30)]}
@@ -63,11 +63,10 @@ def test_features_are_what_the_target_computes(world):
         length = ids.shape[1]
         assert torch.equal(batch.ids[row, :length], ids[0])
         for mine, theirs in zip(batch.taps, result.taps, strict=True):
-            torch.testing.assert_close(mine[row, :length], theirs[0], atol=0.05, rtol=0.05)
+            torch.testing.assert_close(mine[row, :length], theirs[0].bfloat16(), atol=0.05, rtol=0.05)
         for layer in LAYERS:
-            torch.testing.assert_close(
-                batch.keys[layer][row, :, :length], cache.layer(layer)[0][0], atol=0.05, rtol=0.05
-            )
+            keys = cache.layer(layer)[0][0].bfloat16()
+            torch.testing.assert_close(batch.keys[layer][row, :, :length], keys, atol=0.05, rtol=0.05)
 
 
 def test_building_goes_on_where_it_stopped_and_refuses_other_answers(world, tmp_path):
