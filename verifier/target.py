@@ -43,7 +43,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, pack: bool = True):
         if model.config._attn_implementation == attention.NAME:
-            raise TargetError(f"{type(model).__name__}: the model belongs to a target already; use that, or load it again")
+            raise TargetError(f"{type(model).__name__}: this model belongs to a target already; use that one")
         self.model = model.eval().requires_grad_(False)
         self.config = model.config.get_text_config()
         self.body: nn.Module = model.base_model
