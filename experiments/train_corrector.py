@@ -5,7 +5,8 @@
 
 The answers should be ones that the drafter was not trained on: on its own training answers it is surer than it will be
 in use. All kinds learn from the same lattices (`experiments/lattices.py`) in the same order, so only the correction
-differs; what each learns is in `experiments/heads.py`. A run can be interrupted and goes on where it was saved.
+differs; what each learns is in `experiments/heads.py`. The checkpoint is that of the evaluation with the longest
+corrected walk. A run can be interrupted and goes on where it was saved.
 
 Lengths are logged of rounds walked through held-out answers: `selected` (the corrected walk), `tree` (the corrected
 tree), `top1` (the plain drafter) and `oracle` (the best path there is).
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +58,34 @@ def main(config: DictConfig) -> None:
     drafter_digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     trainer = Trainer(new_head(config, target, drafter), training, target.embedding_weight(), config, drafter_digest)
     trainer.restore(run / "state.pt")
-    figures = trainer.lengths(held_out)
+    identity = target_identity(target, tokenizer)
+
+    def keep(figures: dict[str, Any]) -> None:
+        recipe = {"config": OmegaConf.to_container(config), "parameters": trainer.parameters}
+        recipe |= {"figures": figures, **describe()}
+        save(trainer.head, Path(config.checkpoint), folder, identity, recipe)
+
+    train(trainer, held_out, run, keep)
+
+
+def train(trainer: "Trainer", held_out: list[Blocks], run: Path, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Take the remaining steps. What `keep` gets the figures of is the best that there has been in the run's folder."""
+    config = trainer.config
     with tqdm(total=config.steps, initial=trainer.step, desc="train", unit="step") as bar:
         while trainer.step < config.steps:
             loss = trainer.train_step()
             bar.update()
             bar.set_postfix(loss=f"{loss:.3f}")
             if trainer.step % config.save_every == 0 or trainer.step == config.steps:
-                figures = trainer.lengths(held_out)
-                line = {"step": trainer.step, "seconds": round(trainer.seconds), "loss": round(loss, 4), **figures}
+                line = {"step": trainer.step, "seconds": round(trainer.seconds), "loss": round(loss, 4)}
+                line |= trainer.lengths(held_out)
                 tqdm.write(json.dumps(line))
                 with (run / "log.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
+                if line["selected"] > trainer.best:  # few answers are soon learnt by heart
+                    trainer.best = line["selected"]
+                    keep(line)
                 trainer.save(run / "state.pt")
-    recipe = {"config": OmegaConf.to_container(config), "figures": figures, **describe()}
-    recipe |= {"parameters": trainer.parameters, "seconds": round(trainer.seconds)}
-    save(trainer.head, Path(config.checkpoint), folder, target_identity(target, tokenizer), recipe)
 
 
 def load_frozen(config: DictConfig, target: Target, tokenizer: Any) -> tuple[Any, FeatureStore]:
@@ -127,6 +141,7 @@ class Trainer:
         self.unary = unary
         self.step = 0
         self.seconds = 0.0
+        self.best = 0.0  # the longest corrected walk that an evaluation found
         trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
         self.parameters = sum(parameter.numel() for parameter in trained)
         self.optimizer = torch.optim.AdamW(trained, lr=config.lr, weight_decay=config.weight_decay, fused=True)
@@ -164,6 +179,7 @@ class Trainer:
         """Write everything that an exact resume needs."""
         state = {"kind": type(self.head).__name__, "weights": self.head.state_dict(), "step": self.step}
         state |= {"optimizer": self.optimizer.state_dict(), "seconds": self.seconds, "drafter": self.drafter_digest}
+        state["best"] = self.best
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
 
@@ -179,7 +195,7 @@ class Trainer:
             )
         self.head.load_state_dict(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
 
 
 if __name__ == "__main__":

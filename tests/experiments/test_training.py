@@ -218,6 +218,22 @@ def test_a_resumed_correctors_run_is_the_unbroken_run(world, drafted, tmp_path, 
         other.restore(tmp_path / "state.pt")
 
 
+def test_the_checkpoint_is_that_of_the_best_evaluation(world, drafted, tmp_path, monkeypatch):
+    run = corrector_trainer(world, drafted, "contextual", steps=5)
+    run.config.save_every = 1
+    lengths = iter([2.0, 3.0, 2.5, 2.9, 3.1])
+    monkeypatch.setattr(run, "lengths", lambda held_out: {"selected": next(lengths)})
+    kept = []
+    train_corrector.train(run, drafted[3], tmp_path, lambda figures: kept.append(figures["step"]))
+    assert kept == [1, 2, 5]
+    resumed = corrector_trainer(world, drafted, "contextual", steps=6)
+    resumed.config.save_every = 1
+    resumed.restore(tmp_path / "state.pt")
+    monkeypatch.setattr(resumed, "lengths", lambda held_out: {"selected": 3.0})
+    train_corrector.train(resumed, drafted[3], tmp_path, lambda figures: kept.append(figures["step"]))
+    assert kept == [1, 2, 5] and resumed.step == 6
+
+
 def test_the_true_predecessors_scores_are_those_of_all_pairs(world, drafted):
     """The contextual corrector's loss leaves out the pairs that don't count; so it is as if all had been scored."""
     run = corrector_trainer(world, drafted, "contextual")
