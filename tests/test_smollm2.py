@@ -13,6 +13,14 @@ QUESTIONS = [
     "Why is the sky blue?",
     "hi",
 ]
+RIVALS = {  # and an acceptance length that an untrained one doesn't reach
+    "prompt_lookup": 1.02,
+    "smollm2_135m_selector": 1.7,
+    "smollm2_135m_dspark": 1.7,
+    "smollm2_135m_lilicorr": 1.7,
+    "smollm2_135m_eagle": 1.2,
+    "smollm2_135m_autoregressive": 1.1,
+}
 
 
 def chats():
@@ -53,6 +61,21 @@ def test_the_shipped_drafter_and_corrector_are_trained(decoder):
         lengths[method] = sum(output.stats.committed_tokens for output in outputs) / rounds
     assert lengths["top1"] > 1.7
     assert lengths["dcoco"] > 1.3 * lengths["top1"]
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_a_shipped_rival_is_trained_and_lossless(plain, decoder, name):
+    rival = DCOCODecoder.from_pretrained("smollm2_135m", name, dtype="float32", adaptive=False)
+    method = "top1" if rival.corrector is None else "walk"
+    outputs = rival.generate(chats(), SamplingParams(max_tokens=48), method)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    length = sum(o.stats.committed_tokens for o in outputs) / sum(o.stats.rounds for o in outputs)
+    assert length > RIVALS[name]
+    each = [SamplingParams(max_tokens=16, temperature=0.8, seed=seed) for seed in range(len(QUESTIONS))]
+    texts = [
+        [output.text for output in one.generate(chats(), each, m)] for one, m in ((decoder, "plain"), (rival, method))
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_text_and_messages_that_can_not_be_read_are_named(decoder):
