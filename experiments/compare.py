@@ -31,7 +31,7 @@ from experiments.comparison import cells, markdown, means
 from experiments.comparison_plots import plot
 from experiments.environment import CONF, describe
 from experiments.records import Records, check_resumed
-from experiments.systems import LlamaCpp, Ours, System, Transformers, first_turns, load_drafters, rotated
+from experiments.systems import LlamaCpp, Ours, System, Transformers, first_turns, load_decoders, rotated
 from verifier.cache import RaggedCache
 from verifier.sampling import SamplingBatch, probabilities
 from verifier.target import Target
@@ -150,21 +150,9 @@ def largest_p(target: Target, outputs: Sequence[RequestOutput], params: Sequence
 
 def ours(config: DictConfig, base: DCOCODecoder) -> list[System]:
     """The configured systems, on one target; ConfigError for one whose drafter isn't there, unless `skip_missing`."""
-    systems: list[System] = []
-    for entry, drafter, corrector in load_drafters(config.systems, base, config.skip_missing):
-        decoder = DCOCODecoder(
-            base.target,
-            base.tokenizer,
-            drafter,
-            corrector,
-            list(base.eos_ids),
-            rule=entry.get("rule", "match"),
-            recall=entry.get("recall", True),
-            max_rows=max(config.batch),
-            adaptive=config.adaptive,
-        )
-        systems.append(Ours(entry.name, decoder, entry.method))
-    return systems
+    options = {"max_rows": max(config.batch), "adaptive": config.adaptive}
+    found = load_decoders(config.systems, base, config.skip_missing, **options)
+    return [Ours(entry.name, decoder, entry.method) for entry, decoder in found]
 
 
 def others(config: DictConfig, base: DCOCODecoder, longest: int) -> list[System]:

@@ -60,8 +60,12 @@ def first_turns(
     }
 
 
-def load_drafters(entries: Sequence[Any], base: DCOCODecoder, skip_missing: bool) -> list[tuple[Any, Any, Any]]:
-    """Drafter and corrector (None where there is none) of each configured system, each loaded once for one target.
+def load_decoders(
+    entries: Sequence[Any], base: DCOCODecoder, skip_missing: bool, **options: Any
+) -> list[tuple[Any, DCOCODecoder]]:
+    """Each configured system with its decoder, all on the base's target; drafters are loaded once.
+
+    `options` are the decoders'; a system's own `rule` and `recall` go before them.
 
     Raises ConfigError for a system whose drafter isn't there; with `skip_missing` it is left out.
     """
@@ -80,7 +84,9 @@ def load_drafters(entries: Sequence[Any], base: DCOCODecoder, skip_missing: bool
                 Console().print(f"without {entry.name}: {error}", markup=False)
                 continue
             loaded[name] = load_drafter(folder, base.target, base.tokenizer), load_corrector(folder, base.target)
-        found.append((entry, *loaded[name]))
+        each = options | {key: entry[key] for key in ("rule", "recall") if key in entry}
+        decoder = DCOCODecoder(base.target, base.tokenizer, *loaded[name], list(base.eos_ids), **each)
+        found.append((entry, decoder))
     return found
 
 

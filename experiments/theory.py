@@ -36,7 +36,7 @@ from experiments.comparison import markdown_table
 from experiments.environment import CONF, describe
 from experiments.prediction import Costs, Round, acceptance_by_place, acceptance_rate, measured, predictions
 from experiments.records import Records, check_resumed
-from experiments.systems import first_turns, load_drafters, rotated
+from experiments.systems import first_turns, load_decoders, rotated
 from verifier.cache import RaggedCache
 
 PLAIN = "plain"
@@ -101,19 +101,12 @@ def main(config: DictConfig) -> None:
 def cases_of(config: DictConfig, base: DCOCODecoder) -> list[Case]:
     """Plain decoding, and every system with every length that its blocks allow."""
     found = [Case(PLAIN, 0, base, "plain")]
-    for entry, drafter, corrector in load_drafters(config.systems, base, config.skip_missing):
-        decoder = DCOCODecoder(
-            base.target,
-            base.tokenizer,
-            drafter,
-            corrector,
-            list(base.eos_ids),
-            rule=config.rule,
-            recall=False,  # it isn't the drafter's
-        )
-        for gamma in range(1, min(config.gamma, drafter.block_size) + 1):
+    options = {"rule": config.rule, "recall": False}  # what is recalled isn't the drafter's
+    for entry, decoder in load_decoders(config.systems, base, config.skip_missing, **options):
+        assert decoder.drafter is not None
+        for gamma in range(1, min(config.gamma, decoder.drafter.block_size) + 1):
             variant = copy.copy(decoder)
-            variant.drafter = Shortened(drafter, gamma)
+            variant.drafter = Shortened(decoder.drafter, gamma)
             found.append(Case(entry.name, gamma, variant, entry.method))
     return found
 

@@ -17,7 +17,7 @@ from experiments.compare import FREE, check, largest_p, run, schedule
 from experiments.comparison import cells, geometric, markdown, means
 from experiments.environment import CONF
 from experiments.records import Records, check_resumed
-from experiments.systems import LlamaCpp, Ours, Transformers, load_drafters, rotated
+from experiments.systems import LlamaCpp, Ours, Transformers, load_decoders, rotated
 from tests.models import EOS, explicit_mask, llama, prompts, tiny_decoder
 
 GREEDY = SamplingParams(max_tokens=12)
@@ -207,5 +207,5 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     decoder, entries = tiny_decoder(), settings().systems
     entries.append({"name": "rival", "method": "top1", "drafter": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"'rival'.*skip_missing"):
-        load_drafters(entries, decoder, skip_missing=False)
-    assert [entry.name for entry, *_ in load_drafters(entries, decoder, skip_missing=True)] == ["plain", "ours"]
+        load_decoders(entries, decoder, skip_missing=False)
+    assert [entry.name for entry, _ in load_decoders(entries, decoder, skip_missing=True)] == ["plain", "ours"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from dcoco import SamplingParams
+from dcoco import DCOCODecoder, SamplingParams
 from dcoco.errors import ConfigError
 from experiments import theory
 from experiments.bandwidth import linear_bandwidth, read_bandwidth, step_bytes
@@ -92,8 +92,12 @@ def test_rounds_have_drafts_of_the_length_that_was_asked(method, monkeypatch):
     decoder, ids, params = tiny_decoder(eos_ids=[]), prompts(1, seed=5)[0], SamplingParams(max_tokens=40)
     entry = {"name": "ours", "method": method}
     config = OmegaConf.create({"systems": [entry], "skip_missing": False, "gamma": 3, "rule": "match"})
-    loaded = [(config.systems[0], decoder.drafter, decoder.corrector)]
-    monkeypatch.setattr(theory, "load_drafters", lambda *_: loaded)
+
+    def load(entries, base, skip_missing, **options):
+        given = (base.target, base.tokenizer, decoder.drafter, decoder.corrector, list(base.eos_ids))
+        return [(entries[0], DCOCODecoder(*given, **options))]
+
+    monkeypatch.setattr(theory, "load_decoders", load)
     cases = cases_of(config, decoder)
     assert [case.gamma for case in cases] == [0, 1, 2, 3]
     plain = decoder.generate([ids], params, "plain")[0]
