@@ -36,6 +36,7 @@ LONGEST = 24  # of one row
 GOLDEN = 0.618  # its multiples spread evenly between whole numbers
 MOST = 256  # tokens of a measured pass
 REPEATS = 2  # the faster one counts: what else the machine does only slows it down
+LONG = 0.2  # seconds from which a call isn't repeated: a slow machine should not be slow to start too
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def _seconds(call: Callable[[Any], None], size: Any, device: torch.device) -> fl
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begun)
+        if times[-1] > LONG:
+            break
     return min(times)
 
 
