@@ -178,8 +178,8 @@ class Trainer:
     def save(self, file: Path) -> None:
         """Write everything that an exact resume needs."""
         state = {"kind": type(self.head).__name__, "weights": self.head.state_dict(), "step": self.step}
-        state |= {"optimizer": self.optimizer.state_dict(), "seconds": self.seconds, "drafter": self.drafter_digest}
-        state["best"] = self.best
+        state |= {"optimizer": self.optimizer.state_dict(), "seconds": self.seconds, "best": self.best}
+        state |= {"drafter": self.drafter_digest}
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
 
