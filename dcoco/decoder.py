@@ -19,6 +19,7 @@ from dcoco.corrector import Scores
 from dcoco.costs import find_costs
 from dcoco.engine import Batch, Engine
 from dcoco.errors import DrafterError, ParameterError
+from dcoco.lengths import Lengths
 from dcoco.output import PHASES, Chunk, RequestOutput
 from dcoco.recall import recall
 from dcoco.registry import AnyCorrector, load_corrector
@@ -60,7 +61,7 @@ class DCOCODecoder:
             a target pass) / (time of a round) x acceptance length.
         recall: let the corrector see how the text went on the last time it looked like this.
         adaptive: choose in each round how much is drafted and verified by what it costs on this machine and load
-            (`dcoco/budget.py`; rule match only). What it costs is measured when first needed.
+            (`dcoco/budget.py`; under rule sampled `dcoco/lengths.py`). What it costs is measured when first needed.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class DCOCODecoder:
         self.worth = worth
         self.recall = recall
         self.adaptive = adaptive
-        self._budgets: dict[Method, Budget] = {}  # they learn from one call to the next
+        self._budgets: dict[Method, Budget | Lengths] = {}  # they learn from one call to the next
 
     @classmethod
     def from_pretrained(
@@ -175,13 +176,14 @@ class DCOCODecoder:
             return 0
         return self.tree_size if self.branches(method) else self.drafter.block_size
 
-    def budget(self, method: Method) -> Budget | None:
+    def budget(self, method: Method) -> Budget | Lengths | None:
         """The verification budget of a method; None where drafts are always verified as far as they reach."""
-        if not self.adaptive or method == "plain" or self.rule != "match" or self.drafter is None:
+        if not self.adaptive or method == "plain" or self.drafter is None:
             return None
         if method not in self._budgets:
-            costs = find_costs(self, method, self.max_rows)
-            self._budgets[method] = Budget(costs, self.drafter.block_size, self.reach(method))
+            costs, block = find_costs(self, method, self.max_rows), self.drafter.block_size
+            sampled = self.rule == "sampled"  # what was drawn must not decide then
+            self._budgets[method] = Lengths(costs, block) if sampled else Budget(costs, block, self.reach(method))
         return self._budgets[method]
 
     def propose(self, batch: Batch, lengths: list[int]) -> tuple[Draft, int]:
@@ -223,7 +225,7 @@ class DCOCODecoder:
         """How many tokens of each row's draft are verified."""
         if draft.counts is not None:
             lengths = [min(pair) for pair in zip(lengths, draft.counts.tolist(), strict=True)]
-        if batch.budget is not None and draft.log_probs is not None:
+        if batch.budget is not None and (draft.log_probs is not None or self.rule == "sampled"):
             return batch.budget.spend(draft, torch.tensor(lengths, device=draft.tokens.device), slots)
         if draft.tree is not None:
             return draft.tree.valid.sum(-1).tolist()

@@ -35,6 +35,7 @@ from verifier.sampling import SamplingBatch, SamplingParams, best_logprobs, draw
 if TYPE_CHECKING:
     from dcoco.budget import Budget
     from dcoco.decoder import DCOCODecoder, Method
+    from dcoco.lengths import Lengths
 
 PREFILL_CHUNK = 256  # prompt tokens run between two rounds, of all arriving requests together
 
@@ -161,7 +162,7 @@ class Batch:
         method: "Method",
         cache: RaggedCache,
         draft_state: DraftState | None,
-        budget: "Budget | None" = None,
+        budget: "Budget | Lengths | None" = None,
     ):
         self.method = method
         self.cache = cache

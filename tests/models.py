@@ -116,7 +116,7 @@ def tiny_decoder(
 
 def costs_of(a_token):
     """A machine on which a pass takes 1 and each token in it so much more."""
-    return Costs([1], [1, 2], [[1.0, 1.0 + a_token]], [[1.0, 1.0 + a_token / 4, 1.0 + a_token]], [1], [[0.1]])
+    return Costs([1], [[1, 2]], [[1.0, 1.0 + a_token]], [[1.0, 1.0 + a_token / 4, 1.0 + a_token]], [1], [[0.1]])
 
 
 def corrected(decoder: DCOCODecoder, corrector: Any) -> DCOCODecoder:

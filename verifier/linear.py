@@ -2,8 +2,8 @@
 
 oneDNN reads a plain bf16 weight through a slow path when only a few tokens are multiplied: packed, a block of 9 tokens
 of SmolLM2 costs what a single token costs. torch's own compiler uses the same two operators when it freezes a model.
-MKL takes up to twice as long for tokens times weights in float32 as for the same product with the weights first.
-Elsewhere (CUDA, other builds) the layers stay as they are.
+MKL takes up to twice as long for tokens times weights in float32 as for the same product with the weights first, and
+there longer for 15 tokens than for 16, so these are padded. Elsewhere (CUDA, other builds) the layers stay as they are.
 """
 
 import torch
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 FEW = 64  # tokens up to which float32 weights come first
+TILE = 8  # tokens that MKL multiplies at once then
+SMALL = (1, 2, 4, 5)  # tokens that take no longer as they are than as a whole tile
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -49,7 +51,7 @@ def can_turn(device: torch.device | str, dtype: torch.dtype) -> bool:
 
 
 class TurnedLinear(nn.Linear):
-    """`nn.Linear` for inference in float32: a few tokens are multiplied as (weight @ x^T)^T."""
+    """`nn.Linear` for inference in float32: a few tokens are multiplied as (weight @ x^T)^T, in whole tiles."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
@@ -61,10 +63,19 @@ class TurnedLinear(nn.Linear):
         tokens = x.numel() // self.in_features
         if not 1 < tokens <= FEW:
             return F.linear(x, self.weight, self.bias)
-        y_TO = torch.mm(self.weight, x.reshape(tokens, self.in_features).t()).t().contiguous()
+        x_TI = F.pad(x.reshape(tokens, self.in_features), (0, 0, 0, padded(tokens) - tokens))
+        y_TO = torch.mm(self.weight, x_TI.t()).t()[:tokens].contiguous()
         if self.bias is not None:
             y_TO += self.bias
         return y_TO.view(*x.shape[:-1], self.out_features)
+
+
+def padded(tokens: int) -> int:
+    """How many tokens are multiplied fastest of those that are at least so many."""
+    for small in SMALL:
+        if tokens <= small:
+            return small
+    return -(-tokens // TILE) * TILE
 
 
 def pack_linears(module: nn.Module) -> None:

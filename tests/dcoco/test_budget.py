@@ -17,12 +17,12 @@ from verifier.tree import Tree
 
 BLOCK, MOST = 8, 12
 EVEN, RAGGED = [[10.0, 11.0, 14.0], [20.0, 26.0, 40.0]], [[10.0, 10.25, 11.0, 14.0], [20.0, 24.0, 29.0, 43.0]]
-COSTS = Costs([1, 4], [1, 2, 4], EVEN, RAGGED, slots=[2, 8], draft=[[2, 3], [4, 8]])
+COSTS = Costs([1, 4], [[1, 2, 4]] * 2, EVEN, RAGGED, slots=[2, 8], draft=[[2, 3], [4, 8]])
 
 
 def machine(a_pass, of_two, a_draft):
     """Costs of one row whose passes of one and two tokens take so long."""
-    return Costs([1], [1, 2], [[a_pass, of_two]], [[a_pass, (3 * a_pass + of_two) / 4, of_two]], [1], [[a_draft]])
+    return Costs([1], [[1, 2]], [[a_pass, of_two]], [[a_pass, (3 * a_pass + of_two) / 4, of_two]], [1], [[a_draft]])
 
 
 FREE = machine(10.0, 10.0, 0.1)  # a token more to verify costs nothing
@@ -65,7 +65,7 @@ def test_what_is_bought_is_the_best_that_any_choice_could_buy():
 
 
 def test_what_calibration_makes_equal_is_bought_in_its_order():
-    chooser = budget(Costs([3], [1, 2, 3], [[10.0, 50.0, 100.0]], [[10.0, 10.03, 10.1, 100.0]], [8], [[1.0]]))
+    chooser = budget(Costs([3], [[1, 2, 3]], [[10.0, 50.0, 100.0]], [[10.0, 10.03, 10.1, 100.0]], [8], [[1.0]]))
     # The surer a draft, the less comes true: calibration takes all for equal.
     chooser._tried[:], chooser._accepted[:] = 1e6, np.linspace(9e5, 1e5, chooser._tried.shape[2])
     chooser._fit()
@@ -222,12 +222,16 @@ def test_costs_are_measured_once(tmp_path, monkeypatch):
     decoder = tiny_decoder(max_rows=3)
     found = find_costs(decoder, "dcoco", 3)
     assert found.rows == [1, 2, 3] and found.slots == [1, 2, 4]
-    assert np.array(found.even).shape == (3, len(found.tokens))
-    assert np.array(found.ragged).shape == (3, len(found.tokens) + 1)
+    assert [len(curve) for curve in found.even] == [len(points) for points in found.tokens]
+    assert [len(curve) for curve in found.ragged] == [len(points) + 1 for points in found.tokens]
     assert np.array(found.draft).shape == (3, 3)
-    monkeypatch.setattr(costs_module, "measure", None)
+    monkeypatch.setattr(costs_module, "measure_passes", None)
+    other = find_costs(decoder, "top1", 3)  # which drafts in another way, for the same target
+    assert (other.rows, other.tokens, other.even, other.ragged) == (found.rows, found.tokens, found.even, found.ragged)
+    monkeypatch.setattr(costs_module, "measure_drafts", None)
     assert find_costs(decoder, "dcoco", 3) == found
-    next((tmp_path / "costs").iterdir()).write_text("{}")
+    for file in (tmp_path / "costs").iterdir():
+        file.write_text("{}")
     with pytest.raises(TypeError):  # an unreadable file is measured again
         find_costs(decoder, "dcoco", 3)
 

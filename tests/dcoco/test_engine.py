@@ -602,14 +602,14 @@ def test_prompts_that_wait_for_their_chunk_outlive_a_pass_that_fails(monkeypatch
 
 def test_a_budget_that_buys_nothing_verifies_nothing():
     ragged = [[0.99, 1.5, 3.0]]  # dearer, but for a hair at first
-    costs = Costs([1], [1, 2], [[1.0, 3.0]], ragged, [1], [[0.1]])
+    costs = Costs([1], [[1, 2]], [[1.0, 3.0]], ragged, [1], [[0.1]])
     draft = Draft(torch.zeros(2, 3, dtype=torch.int64), log_probs=torch.tensor([[0.1, 0.05, 0.02]] * 2).log())
     assert Budget(costs, 4, 4).spend(draft, torch.tensor([3, 0]), 3) == [0, 0]
 
 
 def test_a_budget_never_buys_beyond_a_limit():
     """Not even where more tokens were measured to be faster."""
-    costs = Costs([1], [1, 2, 9], [[9.0, 9.0, 9.0]], [[2.0, 1.5, 0.5]], [1], [[0.1]])
+    costs = Costs([1], [[1, 2, 9]], [[9.0, 9.0, 9.0]], [[2.0, 1.5, 0.5, 0.5]], [1], [[0.1]])
     draft = Draft(torch.zeros(2, 3, dtype=torch.int64), log_probs=torch.tensor([[0.9, 0.5, 0.2]] * 2).log())
     assert Budget(costs, 4, 4).spend(draft, torch.tensor([1, 0]), 3) == [1, 0]
 

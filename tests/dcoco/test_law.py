@@ -8,7 +8,7 @@ import torch
 from scipy.stats import chi2, combine_pvalues
 
 from dcoco import SamplingParams
-from tests.models import explicit_mask, llama, tiny_decoder
+from tests.models import costs_of, explicit_mask, llama, tiny_decoder
 from verifier import rejection
 from verifier.rejection import verify_sampled
 
@@ -92,6 +92,25 @@ def test_committed_tokens_follow_the_targets_law(rule, method, settings):
     texts, rounds = answers(of, method, REQUESTS, **settings)
     assert rounds >= 20_000
     assert combined_pvalue(of, texts, **settings) > 1e-3
+
+
+@pytest.mark.parametrize("rule", ["one_hot", "sampled"])
+def test_they_do_whatever_lengths_are_chosen(rule, monkeypatch):
+    monkeypatch.setattr("dcoco.decoder.find_costs", lambda *_: costs_of(0.25))
+    of, chosen = decoder_of(rule), set()
+    of.adaptive, of.max_rows = True, 5
+    budget = of.budget("walk")
+    spend = budget.spend
+
+    def noted(draft, limits, slots):
+        counts = spend(draft, limits, slots)
+        chosen.update(counts)
+        return counts
+
+    monkeypatch.setattr(budget, "spend", noted)
+    texts, _ = answers(of, "walk", 1500, **SETTINGS["warm"])
+    assert chosen >= {1, 2}
+    assert combined_pvalue(of, texts, **SETTINGS["warm"]) > 1e-3
 
 
 def told(change):

@@ -67,7 +67,7 @@ def some_prompts(count, seed=0):
 def costs_of(a_token):
     """A machine on which a pass takes 1 and each token in it so much more."""
     passes = [[1.0, 1.0 + a_token]]
-    return Costs([1], [1, 2], passes, passes, [1], [[0.1]])
+    return Costs([1], [[1, 2]], passes, passes, [1], [[0.1]])
 
 
 def ids_of(outputs):
