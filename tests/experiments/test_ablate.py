@@ -7,8 +7,9 @@ import torch
 from omegaconf import OmegaConf
 
 from dcoco.walk import walk
-from experiments.ablate import FULL, markdown, new_trainer, search, variants
+from experiments.ablate import FULL, learnt, markdown, new_trainer, search, variants
 from experiments.lattices import Blocks
+from experiments.train_corrector import Trainer
 from tests.dcoco.test_walk import CANDIDATES, HIDDEN, POSITIONS, ROWS, SLOTS, batch, lattice, scores
 from tests.models import llama
 from verifier.target import Target
@@ -54,6 +55,23 @@ def test_variants_leave_out_what_they_name():
     assert (
         len({losses[name] for name in (FULL, "2 candidates", "pair scores only", "no pair state", "tokens only")}) == 5
     )
+
+
+def test_what_counts_is_a_variants_best_also_after_a_stop(tmp_path, monkeypatch):
+    target, parts = Target(llama(hidden_size=HIDDEN), pack=False), lattice()
+    training = Blocks(parts, parts.ids[..., 1], torch.full((ROWS,), 3), parts.ids[..., 1])
+    config = OmegaConf.create(
+        {"width": 6, "pair_width": 8, "steps": 4, "blocks_per_step": 8, "gamma": 4.0, "lr": 0.1, "weight_decay": 0.1}
+        | {"seed": 0, "save_every": 1}
+    )
+    lengths = iter([1.5, 2.5, 2.0, 1.0])
+    monkeypatch.setattr(Trainer, "lengths", lambda self, _: {"selected": next(lengths)})
+    stopped, trainer = (new_trainer(config, target, training, candidates=CANDIDATES) for _ in range(2))
+    stopped.config = OmegaConf.merge(config, {"steps": 2})
+    learnt("a variant", stopped, [training], tmp_path)
+    best = {name: weight.clone() for name, weight in stopped.head.state_dict().items()}
+    assert learnt("a variant", trainer, [training], tmp_path)["selected"] == 2.5
+    assert trainer.step == 4 and all(torch.equal(best[name], kept) for name, kept in trainer.head.state_dict().items())
 
 
 def test_a_table_has_a_row_an_entry():
