@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from dcoco import SamplingParams
 from dcoco.budget import Budget
-from dcoco.costs import Costs, find_costs
+from dcoco.costs import find_costs
 from dcoco.engine import Engine
 from drafters.autoregressive import AutoregressiveDrafter
 from drafters.prompt_lookup import PromptLookupDrafter
 from tests.dcoco.test_decoder import reference
 from tests.dcoco.test_fuzz import parameters, prompt_ids
 from tests.dcoco.test_law import SETTINGS, answers, combined_pvalue
-from tests.models import EOS, llama, prompts, tiny_decoder
+from tests.models import EOS, costs_of, llama, prompts, tiny_decoder
 from verifier.target import Target
 
 
@@ -62,12 +62,6 @@ def some_prompts(count, seed=0):
     """Of mixed lengths; every second one repeats itself."""
     found = prompts(count, seed=seed)
     return [prompt * 2 + prompt[:3] if index % 2 else prompt for index, prompt in enumerate(found)]
-
-
-def costs_of(a_token):
-    """A machine on which a pass takes 1 and each token in it so much more."""
-    passes = [[1.0, 1.0 + a_token]]
-    return Costs([1], [[1, 2]], passes, passes, [1], [[0.1]])
 
 
 def ids_of(outputs):
