@@ -29,6 +29,7 @@ class Lengths:
         self.costs, self.block = costs, block
         self._tried = np.full(block, PRIOR)  # by slot: drafts that were accepted up to it
         self._accepted = self._tried / 2  # and of these, those accepted one further
+        self._seconds: dict[int, np.ndarray] = {}  # by rows: of a round whose drafts have 0, 1, 2, ... tokens
         self._rounds = 0
 
     def slots(self, recalled: Draft, limits: Tensor) -> int:
@@ -44,8 +45,10 @@ class Lengths:
         rows, lengths = len(limits), np.arange(self.block + 1)
         deep = np.minimum(limits.cpu().numpy()[:, None], lengths)  # [R, lengths]
         committed = (1.0 + np.concatenate([[0.0], (self._accepted / self._tried).cumprod().cumsum()]))[deep].sum(0)
-        drafting = [self.costs.of_draft(rows, int(length)) if length else 0.0 for length in lengths]
-        return int((committed / (drafting + self.costs.of_even(rows, rows * (1 + lengths)))).argmax())
+        if rows not in self._seconds:
+            drafting = [self.costs.of_draft(rows, int(length)) if length else 0.0 for length in lengths]
+            self._seconds[rows] = drafting + self.costs.of_even(rows, rows * (1 + lengths))
+        return int((committed / self._seconds[rows]).argmax())
 
     def spend(self, draft: Draft, limits: Tensor, slots: int) -> list[int]:
         """How many tokens of each row's draft to verify: all that were drafted and lie within the limits [R]."""

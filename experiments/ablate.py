@@ -12,7 +12,8 @@ held-out answers; `results.json` and `results.md` in the run's folder hold three
   probable whole path (Viterbi). Only the walk can be sampled from.
 - sampling: the full corrector above temperature 0 by each rule, decoding the held-out answers' prompts.
 
-The drafter stays frozen: training it along takes the trainer of another experiment.
+With `cotrained=true` one more variant learns together with the drafter (`experiments/cotraining.py`), which takes
+longer than all others; its `top1` says what the drafter itself has learnt from that.
 
 Shapes: N blocks, n slots, K candidates, P paths kept.
 """
@@ -33,6 +34,7 @@ from dcoco.corrector import Corrector, CorrectorConfig, Scores
 from dcoco.decoder import Rule
 from dcoco.targets import load_target
 from drafters.base import Lattice
+from experiments.cotraining import CoTrainer
 from experiments.environment import CONF, describe
 from experiments.lattices import Blocks, collect
 from experiments.precision import autocast
@@ -66,6 +68,9 @@ def main(config: DictConfig) -> None:
         if name == FULL:
             full = trainer.head
             tables["paths"] = paths(full, held_out, target.embedding_weight(), usual)
+    if config.cotrained:
+        trainer = CoTrainer(target, Path(config.drafter), store, config, config.drafter_rate)
+        tables["variants"]["co-trained"] = learnt("co-trained", trainer, held_out, run)
     full.eval().requires_grad_(False).to(target.dtype)
     pack_linears(full)
     prompts = [store.ids[s.start : s.start + s.prompt].tolist() for s in store.sequences[-config.prompts :]]

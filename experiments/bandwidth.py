@@ -48,6 +48,18 @@ def linear_bandwidth(target: Target) -> float:
     return step_bytes(target) / _fastest(multiply)
 
 
+def ceiling(target: Target, mib: int) -> dict[str, float]:
+    """What memory allows plain decoding of one text: bytes/s, by reading `mib` MiB, bytes a step, and tokens/s."""
+    size, read, multiplied = step_bytes(target), read_bandwidth(mib, target.device), linear_bandwidth(target)
+    return {
+        "bytes_per_step": size,
+        "read_bytes_per_second": read,
+        "linear_bytes_per_second": multiplied,
+        "tokens_per_second": read / size,
+        "linear_tokens_per_second": multiplied / size,
+    }
+
+
 def _fastest(call: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS + 1):  # the first one touches the memory

@@ -27,6 +27,7 @@ from dcoco import DCOCODecoder, RequestOutput, SamplingParams, Stats
 from dcoco.decoder import NO_DRAFTER
 from dcoco.errors import ConfigError
 from dcoco.targets import load_target
+from experiments.bandwidth import ceiling
 from experiments.comparison import cells, markdown, means
 from experiments.comparison_plots import plot
 from experiments.environment import CONF, describe
@@ -38,6 +39,7 @@ from verifier.target import Target
 
 # Settings that a run may change when it goes on: they add cells, or don't matter to them.
 FREE = {"systems", "skip_missing", "transformers", "llamacpp", "gguf", "temperature", "batch", "repeats", "resume"}
+FREE |= {"memory_mib"}
 LISTS = ("benchmark", "temperature", "batch")
 
 
@@ -81,7 +83,7 @@ def run(
         for system in rotated(taking_part, turn):
             if (system.name, *asdict(group).values()) not in done:
                 todo.append((system, group))
-    warm: set[tuple[str, int]] = set()
+    top, warm = ceiling(target, config.memory_mib), set[tuple[str, int]]()
     try:
         for system, group in (bar := tqdm(todo, unit="batch")):
             bar.set_postfix_str(f"{system.name}, {group.benchmark}, T={group.temperature:g}, batch {group.batch}")
@@ -101,7 +103,7 @@ def run(
             records.append(row)
     finally:
         results = cells(records.rows, plain_of(config), [system.name for system in systems])
-        write(results, config, folder)
+        write(results, top, config, folder)
     plot(results, means(results), plain_of(config), folder)
 
 
@@ -198,16 +200,17 @@ def check(config: DictConfig, folder: Path) -> None:
     check_resumed(config, folder / "compare.json", FREE)
 
 
-def write(results: list[dict[str, Any]], config: DictConfig, folder: Path) -> None:
-    """compare.json and compare.md: the cells so far, with what produced them."""
+def write(results: list[dict[str, Any]], top: dict[str, float], config: DictConfig, folder: Path) -> None:
+    """compare.json and compare.md: the cells so far and the ceiling of plain decoding, with what produced them."""
     content = {
         "cells": results,
         "means": means(results),
+        "ceiling": top,
         "config": OmegaConf.to_container(config, resolve=True),
         **describe(),
     }
     (folder / "compare.json").write_text(json.dumps(content, indent=1))
-    (folder / "compare.md").write_text(markdown(results, plain_of(config)))
+    (folder / "compare.md").write_text(markdown(results, plain_of(config), top["tokens_per_second"]))
 
 
 if __name__ == "__main__":

@@ -105,8 +105,11 @@ def means(found: Sequence[Row]) -> list[Row]:
     return result
 
 
-def markdown(found: Sequence[Row], plain: str) -> str:
-    """A table a setting: speed-ups over plain decoding by benchmark, and what they come from."""
+def markdown(found: Sequence[Row], plain: str, ceiling: float) -> str:
+    """A table a setting: speed-ups over plain decoding by benchmark, and what they come from.
+
+    `ceiling` is the tokens/s that the memory's bandwidth allows plain decoding of one text.
+    """
     together = means(found)
     parts = []
     for (temperature, batch), of_setting in _grouped(together, _by(*SETTING)).items():
@@ -120,6 +123,7 @@ def markdown(found: Sequence[Row], plain: str) -> str:
                 "mean",
                 "min–max",
                 "tokens/s",
+                "of the ceiling",
                 "acceptance length",
                 "ms a round",
                 "drafting",
@@ -137,6 +141,7 @@ def markdown(found: Sequence[Row], plain: str) -> str:
                     _number(mean["speedup"], ".2f"),
                     f"{_number(mean['speedup_min'], '.2f')}–{_number(mean['speedup_max'], '.2f')}",
                     _number(mean["tokens_per_second"], ".1f"),
+                    _number(mean["tokens_per_second"] / (ceiling * batch), ".0%"),
                     _number(mean["acceptance_length"], ".2f"),
                     _number(mean["round_ms"], ".1f"),
                     _number(mean["draft_share"], ".0%"),
@@ -144,11 +149,15 @@ def markdown(found: Sequence[Row], plain: str) -> str:
                 ]
             )
         lines = [f"### Temperature {temperature:g}, batch {batch}", "", *markdown_table(table)]
-        ceiling = next((mean["max_p"] for mean in of_setting if mean["system"] == plain), None)
-        if ceiling is not None:
+        lines += [
+            "",
+            f"Memory gives plain decoding {ceiling * batch:.0f} tokens/s at most: each step reads all weights.",
+        ]
+        largest = next((mean["max_p"] for mean in of_setting if mean["system"] == plain), None)
+        if largest is not None:
             lines += [
                 "",
-                f"The target's largest p is {ceiling:.3f} on average: no fixed draft token is accepted more often.",
+                f"The target's largest p is {largest:.3f} on average: no fixed draft token is accepted more often.",
             ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"

@@ -69,11 +69,7 @@ def collect(drafter: Any, store: FeatureStore, config: DictConfig) -> tuple[Bloc
     answers those of all its anchors in order."""
     count = len(store.sequences)
     training: list[Blocks] = []
-    held_out: list[Blocks] = []
-    for index in tqdm(range(count - config.held_out, count), desc="held out", unit="answer"):
-        sequence = store.sequences[index]
-        every = torch.arange(sequence.prompt, sequence.length - 1)[None]
-        held_out.append(lattices(drafter, *blocks_at(store, [index], every, drafter.block_size)))
+    held_out = whole_lattices(drafter, store, config.held_out)
     done, random = 0, torch.Generator().manual_seed(config.seed)
     order = torch.randperm(count - config.held_out, generator=random).tolist()
     groups = [sorted(order[i : i + 8]) for i in range(0, len(order) - 7, 8)]
@@ -86,6 +82,17 @@ def collect(drafter: Any, store: FeatureStore, config: DictConfig) -> tuple[Bloc
             done += len(found)
             bar.update(len(found))
     return Blocks.join(training), held_out
+
+
+@torch.inference_mode()
+def whole_lattices(drafter: Any, store: FeatureStore, count: int) -> list[Blocks]:
+    """Of each of the last `count` answers the lattices behind all its tokens, in order."""
+    found, answers = [], len(store.sequences)
+    for index in tqdm(range(answers - count, answers), desc="held out", unit="answer"):
+        sequence = store.sequences[index]
+        every = torch.arange(sequence.prompt, sequence.length - 1)[None]
+        found.append(lattices(drafter, *blocks_at(store, [index], every, drafter.block_size)))
+    return found
 
 
 def lattices(drafter: Any, batch: TrainingBatch, labels_RAn: Tensor) -> Blocks:

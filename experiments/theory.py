@@ -31,7 +31,7 @@ from dcoco.decoder import NO_DRAFTER, Method
 from dcoco.engine import Engine
 from dcoco.errors import ConfigError
 from drafters.base import Context, Draft, Drafter, DraftState, Lattice
-from experiments.bandwidth import linear_bandwidth, read_bandwidth, step_bytes
+from experiments.bandwidth import ceiling
 from experiments.comparison import markdown_table
 from experiments.environment import CONF, describe
 from experiments.prediction import Costs, Round, acceptance_by_place, acceptance_rate, measured, predictions
@@ -88,7 +88,7 @@ def main(config: DictConfig) -> None:
     one_pass = {entry.name: entry.one_pass for entry in config.systems}
     report = {
         "systems": results(records.rows, one_pass),
-        "ceiling": ceiling(base, config.memory_mib),
+        "ceiling": ceiling(base.target, config.memory_mib),
         "config": OmegaConf.to_container(config, resolve=True),
         **describe(),
     }
@@ -188,19 +188,6 @@ def results(rows: Sequence[dict[str, Any]], one_pass: dict[str, bool]) -> list[d
             }
         )
     return found
-
-
-def ceiling(decoder: DCOCODecoder, mib: int) -> dict[str, float]:
-    """What memory allows plain decoding: bytes/s, bytes a step, and tokens/s."""
-    size = step_bytes(decoder.target)
-    read, multiplied = read_bandwidth(mib, decoder.target.device), linear_bandwidth(decoder.target)
-    return {
-        "bytes_per_step": size,
-        "read_bytes_per_second": read,
-        "linear_bytes_per_second": multiplied,
-        "tokens_per_second": read / size,
-        "linear_tokens_per_second": multiplied / size,
-    }
 
 
 # ------------------------------------------------------------------------------------------------ what is shown

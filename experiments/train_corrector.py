@@ -116,6 +116,7 @@ class Trainer:
 
     Args:
         head: a corrector, or DSpark's heads on the drafter.
+        training: what it learns from; None where `loss` finds that by itself.
         embedding: [V, H], the target's.
         drafter_digest: of the drafter whose lattices these are; a run of another one is not gone on with.
         candidates: fewer a slot than the lattices have.
@@ -125,7 +126,7 @@ class Trainer:
     def __init__(
         self,
         head: Any,
-        training: Blocks,
+        training: Blocks | None,
         embedding: Tensor,
         config: DictConfig,
         drafter_digest: str = "",
@@ -150,11 +151,11 @@ class Trainer:
         """One optimizer step on blocks that depend on (seed, step) alone; returns the loss."""
         begun, config = time.perf_counter(), self.config
         random = torch.Generator().manual_seed(config.seed * 1_000_003 + self.step)
-        index = torch.randint(len(self.training), (config.blocks_per_step,), generator=random)
+        rate = config.lr * min(1.0, (self.step + 1) / 50, (config.steps - self.step) / (0.5 * config.steps))
         for group in self.optimizer.param_groups:
-            group["lr"] = config.lr * min(1.0, (self.step + 1) / 50, (config.steps - self.step) / (0.5 * config.steps))
+            group["lr"] = rate * group.get("share", 1.0)
         with autocast(self.embedding.device, self.embedding.dtype):
-            loss = self.loss(index)
+            loss = self.loss(random)
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
         self.optimizer.step()
@@ -163,9 +164,11 @@ class Trainer:
         self.seconds += time.perf_counter() - begun
         return loss.item()
 
-    def loss(self, index: Tensor) -> Tensor:
-        """The loss of some blocks."""
+    def loss(self, random: torch.Generator) -> Tensor:
+        """The loss of random blocks."""
         head, gamma = self.head, self.config.gamma
+        assert self.training is not None
+        index = torch.randint(len(self.training), (self.config.blocks_per_step,), generator=random)
         if isinstance(head, DSparkDrafter):
             return markov_loss(head, self.training.select(index, recalls=False), gamma)
         examples = self.training.select(index, head.recalls, self.candidates)

@@ -41,6 +41,8 @@ from experiments.schedule import batches_of_epoch, learning_rate
 from verifier.errors import ConfigError
 from verifier.target import Target
 
+IGNORED = -100  # by the loss
+
 
 @hydra.main(version_base=None, config_path=CONF, config_name="train_drafter")
 def main(config: DictConfig) -> None:
@@ -149,9 +151,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
         self.trained = trained
         self.average = EMAModel(trained, decay=config.ema, use_ema_warmup=True, power=0.75) if config.ema else None
-        # From draft id to its column in the draft vocabulary, -100 (ignored by the loss) for ids that can't be drafted.
-        self.column_of = torch.full((drafter.vocab_size,), -100, device=store.device)
-        self.column_of[drafter.draft_ids] = torch.arange(len(drafter.draft_ids), device=store.device)
+        self.column_of = columns_of(drafter)
         self._epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def learning_rate(self) -> float:
@@ -184,15 +184,9 @@ class Trainer:
 
     def loss(self, batch: TrainingBatch, labels_RAn: Tensor) -> tuple[Tensor, float]:
         """Weighted cross-entropy, and that of slot 1 alone."""
-        slots = labels_RAn.shape[2]
         with autocast(self.store.device, self.drafter.head.weight.dtype):
-            logits = self.drafter.logits(self.drafter.forward_blocks(batch, slots))
-        columns = torch.where(labels_RAn >= 0, self.column_of[labels_RAn.clamp(min=0)], -100)
-        losses = F.cross_entropy(logits.float().flatten(0, 2), columns.flatten(), ignore_index=-100, reduction="none")
-        losses = losses.view(-1, slots)
-        fading = torch.exp(-torch.arange(slots, device=losses.device) / self.config.gamma)
-        weights = fading * (columns.view(-1, slots) >= 0)
-        return (losses * weights).sum() / weights.sum().clamp(min=1e-6), losses[:, 0].mean().item()
+            logits = self.drafter.logits(self.drafter.forward_blocks(batch, labels_RAn.shape[2]))
+        return faded_loss(logits, labels_RAn, self.column_of, self.config.gamma)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
@@ -273,6 +267,25 @@ class Trainer:
             lengths = [sequence.length for sequence in self.store.sequences[:training]]
             self._epoch = (epoch, batches_of_epoch(lengths, size, self.config.seed, epoch))
         return self._epoch[1][position % len(self._epoch[1])]
+
+
+def columns_of(drafter: Any) -> Tensor:
+    """From a token to its column in the draft vocabulary: int64 [V], IGNORED for ids that can't be drafted."""
+    ids = drafter.draft_ids
+    columns = torch.full((drafter.vocab_size,), IGNORED, device=ids.device)
+    columns[ids] = torch.arange(len(ids), device=ids.device)
+    return columns
+
+
+def faded_loss(logits: Tensor, labels_RAn: Tensor, column_of: Tensor, gamma: float) -> tuple[Tensor, float]:
+    """Cross-entropy of logits [R, A, n, W], weighted exp(-(t - 1) / gamma), and that of slot 1 alone."""
+    slots = labels_RAn.shape[2]
+    columns = torch.where(labels_RAn >= 0, column_of[labels_RAn.clamp(min=0)], IGNORED)
+    losses = F.cross_entropy(logits.float().flatten(0, 2), columns.flatten(), ignore_index=IGNORED, reduction="none")
+    losses = losses.view(-1, slots)
+    fading = torch.exp(-torch.arange(slots, device=losses.device) / gamma)
+    weights = fading * (columns.view(-1, slots) >= 0)
+    return (losses * weights).sum() / weights.sum().clamp(min=1e-6), losses[:, 0].mean().item()
 
 
 def blocks(

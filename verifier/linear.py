@@ -63,7 +63,9 @@ class TurnedLinear(nn.Linear):
         tokens = x.numel() // self.in_features
         if not 1 < tokens <= FEW:
             return F.linear(x, self.weight, self.bias)
-        x_TI = F.pad(x.reshape(tokens, self.in_features), (0, 0, 0, padded(tokens) - tokens))
+        x_TI, spare = x.reshape(tokens, self.in_features), padded(tokens) - tokens
+        if spare:
+            x_TI = F.pad(x_TI, (0, 0, 0, spare))
         y_TO = torch.mm(self.weight, x_TI.t()).t()[:tokens].contiguous()
         if self.bias is not None:
             y_TO += self.bias

@@ -9,10 +9,7 @@ from verifier.sampling import SamplingBatch, SamplingParams, Stream, exponential
 
 ROWS, SLOTS, WORDS, COUNT = 40, 3, 60, 6
 IDS = torch.arange(WORDS) * 2 + 1  # tokens that may be drafted
-
-
-def logits_of(scale=1.0):
-    return torch.randn(ROWS, SLOTS, WORDS, generator=torch.Generator().manual_seed(0)) * scale
+LOGITS = torch.randn(ROWS, SLOTS, WORDS, generator=torch.Generator().manual_seed(0))
 
 
 def context(sampled=False, **settings):
@@ -32,30 +29,29 @@ def winners(logits, context):
 
 @pytest.mark.parametrize("given", [None, context(), context(sampled=True, temperature=1.0)])
 def test_the_most_probable_tokens_where_no_noise_is_known(given):
-    logits = logits_of()
-    values, columns = best_candidates(logits, IDS, COUNT, given)
-    assert torch.equal(columns, logits.topk(COUNT).indices) and torch.equal(values, logits.topk(COUNT).values)
+    values, columns = best_candidates(LOGITS, IDS, COUNT, given)
+    assert torch.equal(columns, LOGITS.topk(COUNT).indices) and torch.equal(values, LOGITS.topk(COUNT).values)
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.3}], ids=str)
 def test_what_a_target_of_the_same_mind_draws_is_always_there(settings, monkeypatch):
     monkeypatch.setattr("drafters.block.FIELD", WORDS)
-    logits, given = logits_of(), context(temperature=1.5, **settings)
-    won = winners(logits, given)
-    values, columns = best_candidates(logits, IDS, COUNT, given)
+    given = context(temperature=1.5, **settings)
+    won = winners(LOGITS, given)
+    values, columns = best_candidates(LOGITS, IDS, COUNT, given)
     assert (columns == won[..., None]).any(-1).all()
-    assert torch.equal(values, logits.gather(-1, columns)) and (values.diff(dim=-1) <= 0).all()
+    assert torch.equal(values, LOGITS.gather(-1, columns)) and (values.diff(dim=-1) <= 0).all()
     assert all(len(set(slot.tolist())) == COUNT for slot in columns.flatten(0, 1))
-    assert torch.equal(columns[1::2], logits[1::2].topk(COUNT).indices)  # greedy rows
+    assert torch.equal(columns[1::2], LOGITS[1::2].topk(COUNT).indices)  # greedy rows
     if not settings:  # control: of the most probable ones alone some winners are missing
-        assert not (logits.topk(COUNT).indices == won[..., None]).any(-1).all()
+        assert not (LOGITS.topk(COUNT).indices == won[..., None]).any(-1).all()
 
 
 def test_only_the_field_races(monkeypatch):
     monkeypatch.setattr("drafters.block.FIELD", 10)
-    logits, given = logits_of(), context(temperature=5.0)
-    _, columns = best_candidates(logits, IDS, COUNT, given)
-    field = logits.topk(10).indices
+    given = context(temperature=5.0)
+    _, columns = best_candidates(LOGITS, IDS, COUNT, given)
+    field = LOGITS.topk(10).indices
     assert (columns[..., None] == field[:, :, None]).any(-1).all()
     assert not torch.equal(columns[::2], field[::2, :, :COUNT])
-    assert best_candidates(logits[..., :4], IDS[:4], COUNT, given)[1].shape == (ROWS, SLOTS, 4)  # all there are
+    assert best_candidates(LOGITS[..., :4], IDS[:4], COUNT, given)[1].shape == (ROWS, SLOTS, 4)  # all there are

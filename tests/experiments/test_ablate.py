@@ -14,6 +14,11 @@ from tests.dcoco.test_walk import CANDIDATES, HIDDEN, POSITIONS, ROWS, SLOTS, ba
 from tests.models import llama
 from verifier.target import Target
 
+CONFIG = OmegaConf.create(
+    {"width": 6, "pair_width": 8, "steps": 4, "blocks_per_step": 8, "gamma": 4.0, "lr": 0.1, "weight_decay": 0.1}
+    | {"seed": 0, "save_every": 1}
+)
+
 
 def test_a_search_of_one_path_is_the_walk():
     given, values = lattice(), scores()
@@ -39,14 +44,10 @@ def test_variants_leave_out_what_they_name():
     target, parts = Target(llama(hidden_size=HIDDEN), pack=False), lattice()
     labels = parts.ids[..., 1]
     training = Blocks(parts, labels, torch.full((ROWS,), 3), labels)
-    config = OmegaConf.create(
-        {"width": 6, "pair_width": 8, "steps": 3, "blocks_per_step": 8, "gamma": 4.0, "lr": 0.1, "weight_decay": 0.1}
-        | {"seed": 0}
-    )
     losses = {}
     for name, options in variants(CANDIDATES).items():
-        trainer = new_trainer(config, target, training, **options)
-        for _ in range(config.steps):
+        trainer = new_trainer(CONFIG, target, training, **options)
+        for _ in range(CONFIG.steps):
             losses[name] = trainer.train_step()
         for layer in options.get("without", ()):
             assert not trainer.head.get_submodule(layer).weight.any()
@@ -60,14 +61,10 @@ def test_variants_leave_out_what_they_name():
 def test_what_counts_is_a_variants_best_also_after_a_stop(tmp_path, monkeypatch):
     target, parts = Target(llama(hidden_size=HIDDEN), pack=False), lattice()
     training = Blocks(parts, parts.ids[..., 1], torch.full((ROWS,), 3), parts.ids[..., 1])
-    config = OmegaConf.create(
-        {"width": 6, "pair_width": 8, "steps": 4, "blocks_per_step": 8, "gamma": 4.0, "lr": 0.1, "weight_decay": 0.1}
-        | {"seed": 0, "save_every": 1}
-    )
     lengths = iter([1.5, 2.5, 2.0, 1.0])
     monkeypatch.setattr(Trainer, "lengths", lambda self, _: {"selected": next(lengths)})
-    stopped, trainer = (new_trainer(config, target, training, candidates=CANDIDATES) for _ in range(2))
-    stopped.config = OmegaConf.merge(config, {"steps": 2})
+    stopped, trainer = (new_trainer(CONFIG, target, training, candidates=CANDIDATES) for _ in range(2))
+    stopped.config = OmegaConf.merge(CONFIG, {"steps": 2})
     learnt("a variant", stopped, [training], tmp_path)
     best = {name: weight.clone() for name, weight in stopped.head.state_dict().items()}
     assert learnt("a variant", trainer, [training], tmp_path)["selected"] == 2.5

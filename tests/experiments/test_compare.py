@@ -41,6 +41,7 @@ def settings(**changes: Any) -> Any:
         "batch": [1, 2],
         "limit": 2,
         "max_tokens": 12,
+        "memory_mib": 1,
     }
     return OmegaConf.merge(config, small, changes)
 
@@ -74,10 +75,11 @@ def test_cells_are_over_plain_on_the_same_prompts():
 
 def test_the_table_has_a_line_for_each_system():
     rows = [row("plain"), row(), row("plain", temperature=1.0, max_p=0.625), row(temperature=1.0)]
-    text = markdown(cells(rows, "plain"), "plain")
+    text = markdown(cells(rows, "plain"), "plain", ceiling=200.0)
     assert text.count("\n| fast |") == text.count("\n| plain |") == 2
     assert "largest p is 0.625" in text
-    assert markdown(cells([], "plain"), "plain") == "\n"
+    assert "| 40.0 | 20% |" in text
+    assert markdown(cells([], "plain"), "plain", ceiling=200.0) == "\n"
 
 
 def test_every_benchmark_advances_and_nobody_is_always_first():

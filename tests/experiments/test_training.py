@@ -11,6 +11,7 @@ from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.checkpoint import target_identity
 from drafters.registry import load_drafter
 from experiments import train_corrector
+from experiments.cotraining import CoTrainer
 from experiments.features import FeatureStore, build, read_answers
 from experiments.heads import KINDS, new_head, teacher_forced_loss
 from experiments.lattices import collect
@@ -198,6 +199,25 @@ def test_correctors_of_all_kinds_train_are_saved_and_draft(world, drafted, tmp_p
         assert loaded.config == drafter.config
         assert type(load_corrector(saved, world[0])) is type(run.head)
     assert (saved / "model.safetensors").exists() == (kind in ("contextual", "markov"))
+
+
+def test_a_drafter_and_its_corrector_learn_together(world, drafted):
+    config = corrector_trainer(world, drafted, "contextual").config
+    config.update({"held_out": 8, "blocks_per_step": 32})
+    store = FeatureStore(world[1], TAPS, LAYERS)
+    run = CoTrainer(world[0], drafted[0], store, config, drafter_rate=0.3)
+    start = {name: weight.clone() for name, weight in run.head.state_dict().items()}
+    before = run.lengths(drafted[3])
+    assert before["selected"] == before["top1"]  # an untrained corrector changes nothing
+    if world[0].dtype == torch.float32:  # elsewhere frozen drafters are rounded
+        assert before == corrector_trainer(world, drafted, "contextual").lengths(drafted[3])
+    losses = [run.train_step() for _ in range(config.steps)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    moved = {name for name, weight in run.head.state_dict().items() if not torch.equal(weight, start[name])}
+    assert {"drafter.slots", "corrector.slot.weight"} <= moved
+    assert {"drafter.head.weight", "drafter.draft_ids"}.isdisjoint(moved)
+    after = run.lengths(drafted[3])
+    assert after["selected"] > before["selected"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
