@@ -3,6 +3,7 @@
 Shapes: R rows, A anchors a row, n slots, m block inputs, K candidates, H hidden size, W draft vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ class BlockDrafter(nn.Module):
 
     config: Any  # with `candidates`, the tokens kept a slot
     block_size: int
+    taps: Sequence[int]
     draft_ids: Tensor  # [W] int64: the tokens that may be drafted
 
     def logits(self, hidden: Tensor) -> Tensor:

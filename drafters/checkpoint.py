@@ -20,6 +20,7 @@ from verifier.loading import quiet_transformers
 from verifier.target import Target
 
 LARGEST = 1 << 16  # no size of a drafter is larger: a slip in a configuration must not ask for terabytes
+LARGEST_VOCABULARY = 1 << 20
 
 
 def target_identity(target: Target, tokenizer: Any) -> dict[str, Any]:
@@ -52,9 +53,9 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 def whole_number(config: dict[str, Any], key: str, file: Path) -> int:
     """A positive integer of a configuration."""
-    value = config[key]
-    if type(value) is not int or not 1 <= value <= LARGEST:
-        raise DrafterError(f"{file}: {key}={value!r} must be an integer from 1 to {LARGEST}")
+    value, largest = config[key], LARGEST_VOCABULARY if key == "draft_vocab_size" else LARGEST
+    if type(value) is not int or not 1 <= value <= largest:
+        raise DrafterError(f"{file}: {key}={value!r} must be an integer from 1 to {largest}")
     return value
 
 
@@ -150,7 +151,8 @@ def check_tokenizer(config: dict[str, Any], tokenizer: Any, folder: Path) -> Non
     A draft of such a model would never be accepted. Its vocabulary may have padding, or lack the target's padding.
     """
     theirs = tokenizer.get_vocab()
-    size, needed = config.get("vocab_size", config.get("text_config", {}).get("vocab_size")), max(theirs.values()) + 1
+    inner, needed = config.get("text_config") or {}, max(theirs.values()) + 1
+    size = config.get("vocab_size", inner.get("vocab_size"))
     if type(size) is not int or size < needed:
         raise DrafterError(
             f"{folder / 'config.json'}: vocab_size={size!r}, but the target's tokenizer has {needed} ids: "

@@ -38,7 +38,8 @@ from experiments.cotraining import CoTrainer
 from experiments.environment import CONF, describe
 from experiments.lattices import Blocks, collect
 from experiments.precision import autocast
-from experiments.train_corrector import Trainer, load_frozen, train
+from experiments.settings import check_numbers
+from experiments.train_corrector import Trainer, digest_of, load_frozen, train
 from experiments.train_drafter import walk_rounds
 from verifier.linear import pack_linears
 from verifier.target import Target
@@ -50,6 +51,7 @@ FULL = "full"
 
 @hydra.main(version_base=None, config_path=CONF, config_name="ablate")
 def main(config: DictConfig) -> None:
+    check_numbers(config)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
@@ -63,13 +65,13 @@ def main(config: DictConfig) -> None:
 
     tables: dict[str, dict[str, dict[str, float]]] = {"variants": {}, "paths": {}, "sampling": {}}
     for name, options in variants(usual).items():
-        trainer = new_trainer(config, target, training, **options)
+        trainer = new_trainer(config, target, training, digest_of(Path(config.drafter)), **options)
         tables["variants"][name] = learnt(name, trainer, held_out, run)
         if name == FULL:
             full = trainer.head
             tables["paths"] = paths(full, held_out, target.embedding_weight(), usual)
     if config.cotrained:
-        trainer = CoTrainer(target, Path(config.drafter), store, config, config.drafter_rate)
+        trainer = CoTrainer(target, Path(config.drafter), store, config)
         tables["variants"]["co-trained"] = learnt("co-trained", trainer, held_out, run)
     full.eval().requires_grad_(False).to(target.dtype)
     pack_linears(full)
@@ -112,6 +114,7 @@ def new_trainer(
     config: DictConfig,
     target: Target,
     training: Blocks,
+    drafter_digest: str = "",
     without: tuple[str, ...] = (),
     recalls: bool = False,
     **options: Any,
@@ -122,7 +125,7 @@ def new_trainer(
     corrector.recalls = recalls  # type: ignore[misc]
     for name in without:
         nn.init.zeros_(corrector.get_submodule(name).weight.requires_grad_(False))  # type: ignore[arg-type]
-    return Trainer(corrector, training, target.embedding_weight(), config, **options)
+    return Trainer(corrector, training, target.embedding_weight(), config, drafter_digest, **options)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from dcoco import DCOCODecoder, RequestOutput, SamplingParams, Stats
-from dcoco.decoder import NO_DRAFTER
+from dcoco.decoder import METHODS, NO_DRAFTER
 from dcoco.errors import ConfigError
 from dcoco.targets import load_target
 from experiments.bandwidth import ceiling
@@ -32,6 +32,7 @@ from experiments.comparison import cells, markdown, means
 from experiments.comparison_plots import plot
 from experiments.environment import CONF, describe
 from experiments.records import Records, check_resumed
+from experiments.settings import check_numbers
 from experiments.systems import LlamaCpp, Ours, System, Transformers, first_turns, load_decoders, rotated
 from verifier.cache import RaggedCache
 from verifier.sampling import SamplingBatch, probabilities
@@ -84,6 +85,7 @@ def run(
             if (system.name, *asdict(group).values()) not in done:
                 todo.append((system, group))
     top, warm = ceiling(target, config.memory_mib), set[tuple[str, int]]()
+    write(cells(records.rows, plain_of(config)), top, config, folder)  # whatever comes, the settings are noted
     try:
         for system, group in (bar := tqdm(todo, unit="batch")):
             bar.set_postfix_str(f"{system.name}, {group.benchmark}, T={group.temperature:g}, batch {group.batch}")
@@ -170,7 +172,9 @@ def others(config: DictConfig, base: DCOCODecoder, longest: int) -> list[System]
     if config.llamacpp:
         length = longest + config.max_tokens
         paths = (Path(config.llamacpp), Path(config.gguf))
-        systems.append(LlamaCpp("llama.cpp 4-bit", *paths, base.tokenizer, base.eos_ids, length, max(config.batch)))
+        systems.append(
+            LlamaCpp(f"llama.cpp {paths[1].stem}", *paths, base.tokenizer, base.eos_ids, length, max(config.batch))
+        )
     return systems
 
 
@@ -187,6 +191,14 @@ def check(config: DictConfig, folder: Path) -> None:
     for name in LISTS:
         if not OmegaConf.is_list(config[name]):
             config[name] = [config[name]]
+        if not config[name]:
+            raise ConfigError(f"{name}=[]: name at least one")
+    check_numbers(config)
+    for entry in config.systems:
+        if entry.get("method") not in METHODS:
+            raise ConfigError(
+                f"system {entry.name!r}: method={entry.get('method')!r} must be one of {', '.join(METHODS)}"
+            )
     names = [entry.name for entry in config.systems]
     if len(set(names)) < len(names):
         raise ConfigError(f"systems: each needs a name of its own, and these are {', '.join(names)}")

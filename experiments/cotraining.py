@@ -18,13 +18,11 @@ from dcoco.corrector import Corrector, CorrectorConfig
 from drafters.block_diffusion import BlockDiffusionDrafter
 from experiments.features import FeatureStore
 from experiments.heads import lengths, teacher_forced_loss
-from experiments.lattices import Blocks, Examples, whole_lattices
+from experiments.lattices import GROUP, Blocks, Examples, whole_lattices
 from experiments.precision import autocast
-from experiments.train_corrector import Trainer
+from experiments.train_corrector import Trainer, digest_of
 from experiments.train_drafter import blocks, columns_of, faded_loss, load_weights
 from verifier.target import Target
-
-ANSWERS = 8  # that the blocks of a step come from
 
 
 class Pair(nn.Module):
@@ -42,10 +40,10 @@ class CoTrainer(Trainer):
     Args:
         folder: of the drafter's checkpoint.
         store: the target's features of the answers; the last `config.held_out` of them are for evaluation.
-        drafter_rate: the drafter's learning rate, as a share of the corrector's: it has learnt already.
+        config: `drafter_rate` is the drafter's learning rate as a share of the corrector's: it has learnt already.
     """
 
-    def __init__(self, target: Target, folder: Path, store: FeatureStore, config: DictConfig, drafter_rate: float):
+    def __init__(self, target: Target, folder: Path, store: FeatureStore, config: DictConfig):
         loaded = BlockDiffusionDrafter.load(folder, target)
         drafter = BlockDiffusionDrafter(target, loaded.config, loaded.draft_ids)
         load_weights(drafter, folder)
@@ -53,10 +51,10 @@ class CoTrainer(Trainer):
         corrector = Corrector(CorrectorConfig(target.hidden_size, config.width, config.pair_width)).to(target.device)
         corrector.recalls = False  # type: ignore[misc]
         pair = Pair(drafter.prepare_training(), corrector)
-        super().__init__(pair, None, target.embedding_weight(), config)
+        super().__init__(pair, None, target.embedding_weight(), config, digest_of(folder))
         trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
         groups: list[dict[str, Any]] = [{"params": list(corrector.parameters())}]
-        groups.append({"params": trained, "share": drafter_rate})
+        groups.append({"params": trained, "share": config.drafter_rate})
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, fused=True)
         self.store = store
         self.columns = columns_of(drafter)
@@ -65,10 +63,9 @@ class CoTrainer(Trainer):
         """The corrector's loss plus the drafter's own, of random blocks of some answers."""
         config, drafter = self.config, self.head.drafter
         training = len(self.store.sequences) - config.held_out
-        chosen = torch.randperm(training, generator=random)[:ANSWERS].tolist()
-        batch, labels_RAn = blocks(
-            self.store, chosen, config.blocks_per_step // len(chosen), drafter.block_size, random
-        )
+        chosen = torch.randperm(training, generator=random)[:GROUP].tolist()
+        of_each = max(1, config.blocks_per_step // len(chosen))
+        batch, labels_RAn = blocks(self.store, chosen, of_each, drafter.block_size, random)
         inputs_RAnH, hidden_RAnH = drafter.run_blocks(batch, drafter.block_size)
         own, _ = faded_loss(drafter.logits(hidden_RAnH), labels_RAn, self.columns, config.gamma)
         anchors_N = batch.ids.gather(1, batch.anchors).flatten()

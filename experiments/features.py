@@ -92,8 +92,10 @@ def build(
 ) -> None:
     """Run the target over the answers and write its features; goes on where an earlier call stopped.
 
-    Raises ConfigError where the folder holds the features of something else.
+    Raises ConfigError where there are no answers, or the folder holds the features of something else.
     """
+    if not answers:
+        raise ConfigError("no answers to compute features of: raise limit, or lower skip")
     folder.mkdir(parents=True, exist_ok=True)
     sequences, start = [], 0
     for answer in answers:

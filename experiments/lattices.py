@@ -20,6 +20,8 @@ from drafters.prompt_lookup import Continuation, continuation
 from experiments.features import FeatureStore
 from experiments.train_drafter import blocks, blocks_at
 
+GROUP = 8  # answers whose blocks are drafted together
+
 
 @dataclass
 class Examples:
@@ -72,7 +74,7 @@ def collect(drafter: Any, store: FeatureStore, config: DictConfig) -> tuple[Bloc
     held_out = whole_lattices(drafter, store, config.held_out)
     done, random = 0, torch.Generator().manual_seed(config.seed)
     order = torch.randperm(count - config.held_out, generator=random).tolist()
-    groups = [sorted(order[i : i + 8]) for i in range(0, len(order) - 7, 8)]
+    groups = [sorted(order[i : i + GROUP]) for i in range(0, len(order) - GROUP + 1, GROUP)]
     with tqdm(total=config.blocks, desc="lattices", unit="block") as bar:
         for chosen in groups * config.passes:
             if done >= config.blocks:

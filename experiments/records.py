@@ -29,12 +29,19 @@ class Records:
 
 
 def check_resumed(config: DictConfig, file: Path, free: Collection[str]) -> None:
-    """Refuse to go on with other settings than those noted in `file`, if it is there; `free` ones may change.
+    """Refuse to go on with other settings than those noted in `file`, if it is there.
 
-    Raises ConfigError.
+    `free` ones may change; where systems are free, more may be named, but none may mean something else than before.
+
+    Raises ConfigError, also where there is no such folder.
     """
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file.parent} is no folder of a run: name the one that the run has printed")
     if file.is_file():
         before = json.loads(file.read_text())["config"]
         changed = [str(name) for name in config if name not in free and config[name] != before.get(name)]
+        if "systems" in free:
+            known = {system["name"]: system for system in before["systems"]}
+            changed += [f"system {one.name!r}" for one in config.systems if known.get(one.name, one) != one]
         if changed:
             raise ConfigError(f"{file.parent} holds a run with other {', '.join(changed)}: start one in another folder")

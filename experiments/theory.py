@@ -3,9 +3,9 @@
     python -m experiments.theory target=smollm2_135m
     python -m experiments.theory temperature=1 rule=sampled
 
-The theory is in `experiments/prediction.py`. Acceptance is taken from rounds with the longest drafts and times from
-the first prompt of each benchmark; from these the speed-up of every length is predicted, and measured on the other
-prompts. Systems and lengths take turns prompt by prompt. Above all stands the memory's bandwidth: plain decoding can't
+The theory is in `experiments/prediction.py`. Times are taken from the first prompt of each benchmark; from them, and
+from what the longest drafts get accepted on the other prompts, the speed-up of every length on these is predicted, and
+measured. Systems and lengths take turns prompt by prompt. Above all stands the memory's bandwidth: plain decoding can't
 be faster than its weights can be read. The run's folder holds `raw.jsonl` (every round), and what follows from it:
 `theory.json`, `theory.md` and `theory.png`. With `resume=FOLDER` a stopped run does what it lacks.
 """
@@ -36,6 +36,7 @@ from experiments.comparison import markdown_table
 from experiments.environment import CONF, describe
 from experiments.prediction import Costs, Round, acceptance_by_place, acceptance_rate, measured, predictions
 from experiments.records import Records, check_resumed
+from experiments.settings import check_numbers
 from experiments.systems import first_turns, load_decoders, rotated
 from verifier.cache import RaggedCache
 
@@ -158,9 +159,11 @@ def results(rows: Sequence[dict[str, Any]], one_pass: dict[str, bool]) -> list[d
         return [Round(*one) for row in mine if (row["prompt"] == 0) == for_costs for one in row["rounds"]]
 
     found = []
-    for system in dict.fromkeys(row["system"] for row in rows if row["system"] != PLAIN):
+    for system in dict.fromkeys(row["system"] for row in rows if row["system"] in one_pass):
         most = max(row["gamma"] for row in rows if row["system"] == system)
         of_gamma = [rounds(system, gamma, for_costs=False) for gamma in range(1, most + 1)]
+        if not all(rounds(system, gamma, costs) for gamma in range(1, most + 1) for costs in (False, True)):
+            raise ConfigError(f"{system}: no answer has a whole round of {most} tokens; raise max_tokens")
         costs = Costs.of(rounds(PLAIN, 0, True), [rounds(system, gamma, True) for gamma in range(1, most + 1)])
         plain, accepted = rounds(PLAIN, 0, False), [one.accepted for one in of_gamma[-1]]
         alpha, rates = acceptance_rate(accepted, most), acceptance_by_place(accepted, most)
@@ -263,6 +266,11 @@ def check(config: DictConfig, folder: Path) -> None:
     """Refuse settings that make no sense, or that differ from those of the run that goes on."""
     if not OmegaConf.is_list(config.benchmark):
         config.benchmark = [config.benchmark]
+    check_numbers(config)
+    if prompts := [entry.name for entry in config.systems if entry.get("drafter") == "prompt_lookup"]:
+        raise ConfigError(
+            f"systems: {', '.join(prompts)} drafts as much as it finds; the theory is of drafts of one length"
+        )
     if config.limit < 2:
         raise ConfigError(
             f"limit={config.limit}: must be at least 2; the first prompt of each benchmark tells the costs"

@@ -30,14 +30,16 @@ from tqdm import tqdm
 from dcoco.corrector import Corrector
 from dcoco.registry import save_corrector
 from dcoco.targets import load_target
+from drafters.block import BlockDrafter
 from drafters.checkpoint import target_identity
 from drafters.dspark import DSparkDrafter
 from drafters.registry import load_drafter
 from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, build, read_answers
 from experiments.heads import KINDS, lengths, markov_loss, new_head, teacher_forced_loss
-from experiments.lattices import Blocks, collect
+from experiments.lattices import GROUP, Blocks, collect
 from experiments.precision import autocast
+from experiments.settings import check_numbers, check_same_run, shaping
 from verifier.errors import ConfigError
 from verifier.target import Target
 
@@ -45,6 +47,7 @@ from verifier.target import Target
 @hydra.main(version_base=None, config_path=CONF, config_name="train_corrector")
 def main(config: DictConfig) -> None:
     torch.set_num_threads(config.threads or torch.get_num_threads())
+    check_numbers(config)
     if config.kind not in KINDS:
         raise ConfigError(f"kind={config.kind!r}: must be one of {', '.join(KINDS)}")
     model, tokenizer, _ = load_target(config.target, device=config.device)
@@ -55,8 +58,8 @@ def main(config: DictConfig) -> None:
     training, held_out = collect(drafter, store, config)
 
     torch.manual_seed(config.seed)
-    drafter_digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    trainer = Trainer(new_head(config, target, drafter), training, target.embedding_weight(), config, drafter_digest)
+    head, embedding = new_head(config, target, drafter), target.embedding_weight()
+    trainer = Trainer(head, training, embedding, config, digest_of(folder))
     trainer.restore(run / "state.pt")
     identity = target_identity(target, tokenizer)
 
@@ -88,11 +91,29 @@ def train(trainer: "Trainer", held_out: list[Blocks], run: Path, keep: Callable[
                 trainer.save(run / "state.pt")
 
 
+def digest_of(folder: Path) -> str:
+    """What tells the drafter of a checkpoint apart."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
 def load_frozen(config: DictConfig, target: Target, tokenizer: Any) -> tuple[Any, FeatureStore]:
-    """The drafter, and the target's features of the answers that its correctors learn from."""
+    """The drafter, and the target's features of the answers that its correctors learn from.
+
+    Raises ConfigError for a drafter without lattices, and where answers are too few.
+    """
     drafter = load_drafter(Path(config.drafter), target, tokenizer)
+    if not isinstance(drafter, BlockDrafter) or not (Path(config.drafter) / "model.safetensors").is_file():
+        raise ConfigError(
+            f"drafter={config.drafter}: correctors learn from the lattices of a block drafter; name the folder that "
+            "holds the weights of one (block_diffusion or dflash)"
+        )
     layers = getattr(drafter.config, "target_layers", ())  # DFlash keeps keys and values of its own
     answers = read_answers(Path(config.answers), config.limit, config.skip)
+    if len(answers) < config.held_out + GROUP:
+        raise ConfigError(
+            f"{len(answers)} answers (limit={config.limit}, skip={config.skip}): keep held_out={config.held_out} for "
+            f"evaluation and at least {GROUP} to learn from"
+        )
     build(Path(config.features), target, answers, drafter.taps, layers)
     return drafter, FeatureStore(Path(config.features), drafter.taps, layers, target.device)
 
@@ -182,12 +203,12 @@ class Trainer:
         """Write everything that an exact resume needs."""
         state = {"kind": type(self.head).__name__, "weights": self.head.state_dict(), "step": self.step}
         state |= {"optimizer": self.optimizer.state_dict(), "seconds": self.seconds, "best": self.best}
-        state |= {"drafter": self.drafter_digest}
+        state |= {"drafter": self.drafter_digest, "settings": shaping(self.config)}
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
 
     def restore(self, file: Path) -> None:
-        """Go on from a state, where there is one; ConfigError where it is of another drafter or kind."""
+        """Go on from a state, where there is one; ConfigError where it is of another drafter, kind or setting."""
         if not file.exists():
             return
         state = torch.load(file, weights_only=True, map_location=self.embedding.device)
@@ -196,6 +217,7 @@ class Trainer:
                 f"{file} is of a {state['kind']} for the drafter {state['drafter'][:8]}, not of a "
                 f"{type(self.head).__name__} for {self.drafter_digest[:8]}: name another run"
             )
+        check_same_run(state, self.config, file)
         self.head.load_state_dict(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]

@@ -32,6 +32,7 @@ from experiments.environment import CONF, describe
 from experiments.features import read_answers
 from experiments.precision import autocast
 from experiments.schedule import batches_of_epoch, learning_rate
+from experiments.settings import check_numbers, check_same_run, shaping
 from experiments.train_drafter import draft_vocabulary, walk_rounds
 from verifier.errors import ConfigError
 from verifier.target import Target
@@ -42,6 +43,7 @@ PIECE = 256  # tokens whose logits are in memory at once: what fits the processo
 
 @hydra.main(version_base=None, config_path=CONF, config_name="train_draft_model")
 def main(config: DictConfig) -> None:
+    check_numbers(config)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
@@ -190,12 +192,12 @@ class Trainer:
         so predictions given the truth are the very drafts.
         """
         block, head = self.config.block_size, self.head()
-        rounds, tokens, losses, right = 0, 0, 0.0, 0
+        rounds, tokens, losses, right, drafted = 0, 0, 0.0, 0, 0
         for start in range(0, len(self.held_out), 8):
             chosen = list(self.held_out[start : start + 8])
             hidden, labels = self.hidden(chosen)
             logits, columns = self.logits(hidden, head), self.column_of[labels]
-            losses += self.loss(logits, columns).item()
+            losses, drafted = losses + self.loss(logits, columns).item(), drafted + int((columns >= 0).sum())
             lengths = [len(self.texts[index]) - self.prompts[index] for index in chosen]
             for hits in (logits.argmax(-1) == columns).split(lengths):
                 ahead = F.pad(hits[1:].long(), (0, block - 1)).unfold(0, block, 1)  # the prefill gives the first token
@@ -206,7 +208,7 @@ class Trainer:
         return {
             "length": round(tokens / max(1, rounds), 4),
             "accuracy": round(right / count, 4),
-            "loss": round(losses / count, 4),
+            "loss": round(losses / max(1, drafted), 4),  # as in training, of tokens that can be drafted
         }
 
     def save_checkpoint(self, folder: Path, identity: dict[str, Any], recipe: dict[str, Any]) -> None:
@@ -224,14 +226,16 @@ class Trainer:
             "weights": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "progress": [self.step, self.seconds, self.tokens],
+            "settings": shaping(self.config),
         }
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
 
     def restore(self, file: Path) -> None:
-        """Go on from a state, where there is one."""
+        """Go on from a state, where there is one; ConfigError where it is of a run with other settings."""
         if file.exists():
             state = torch.load(file, weights_only=True, map_location=self.device)
+            check_same_run(state, self.config, file)
             self.model.load_state_dict(state["weights"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds, self.tokens = state["progress"]

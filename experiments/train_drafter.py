@@ -38,6 +38,7 @@ from experiments.environment import CONF, describe
 from experiments.features import FeatureStore, Sequence_, build, read_answers
 from experiments.precision import autocast
 from experiments.schedule import batches_of_epoch, learning_rate
+from experiments.settings import check_numbers, check_same_run, shaping
 from verifier.errors import ConfigError
 from verifier.target import Target
 
@@ -46,6 +47,7 @@ IGNORED = -100  # by the loss
 
 @hydra.main(version_base=None, config_path=CONF, config_name="train_drafter")
 def main(config: DictConfig) -> None:
+    check_numbers(config)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)
@@ -245,14 +247,16 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "average": self.average.state_dict() if self.average else None,
+            "settings": shaping(self.config),
         }
         torch.save(state, file.with_suffix(".tmp"))
         file.with_suffix(".tmp").replace(file)
 
     def restore(self, file: Path) -> None:
-        """Go on from a state, where there is one."""
+        """Go on from a state, where there is one; ConfigError where it is of a run with other settings."""
         if file.exists():
             state = torch.load(file, weights_only=True, map_location=self.store.device)
+            check_same_run(state, self.config, file)
             self.drafter.load_state_dict(state["weights"], strict=False)
             self.optimizer.load_state_dict(state["optimizer"])
             self.step, self.seconds = state["step"], state["seconds"]

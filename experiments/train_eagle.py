@@ -23,12 +23,14 @@ from drafters.base import TrainingBatch
 from drafters.eagle import EagleConfig, EagleDrafter
 from experiments.environment import CONF
 from experiments.features import FeatureStore, build, read_answers
+from experiments.settings import check_numbers
 from experiments.train_drafter import Trainer, draft_vocabulary, load_weights, size_of, train, whole_answers
 from verifier.target import Target
 
 
 @hydra.main(version_base=None, config_path=CONF, config_name="train_eagle")
 def main(config: DictConfig) -> None:
+    check_numbers(config)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     model, tokenizer, _ = load_target(config.target, device=config.device)
     target = Target(model, pack=False)

@@ -1,6 +1,7 @@
 """The default drafter: training sees what drafting sees, rows don't mix, checkpoints load strictly."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters.base import TrainingBatch
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
-from drafters.checkpoint import target_identity
+from drafters.checkpoint import target_identity, whole_number
 from drafters.registry import load_drafter
 from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
 from verifier.cache import RaggedCache
@@ -272,3 +273,10 @@ def test_initialised_from_the_target():
         for mine, theirs in zip(copy.parameters(), decoder.target.layers[index].parameters(), strict=True):
             assert torch.equal(mine, theirs)
         assert copy.self_attn.layer_idx == index
+
+
+def test_only_a_vocabulary_may_be_larger_than_any_size():
+    config = {"draft_vocab_size": 151_936, "rank": 151_936}
+    assert whole_number(config, "draft_vocab_size", Path("config.json")) == 151_936
+    with pytest.raises(DrafterError, match="rank=151936 must be an integer from 1 to 65536"):
+        whole_number(config, "rank", Path("config.json"))

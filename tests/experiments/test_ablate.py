@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from dcoco.errors import ConfigError
 from dcoco.walk import walk
 from experiments.ablate import FULL, learnt, markdown, new_trainer, search, variants
 from experiments.lattices import Blocks
@@ -68,6 +69,9 @@ def test_what_counts_is_a_variants_best_also_after_a_stop(tmp_path, monkeypatch)
     learnt("a variant", stopped, [training], tmp_path)
     best = {name: weight.clone() for name, weight in stopped.head.state_dict().items()}
     assert learnt("a variant", trainer, [training], tmp_path)["selected"] == 2.5
+    another = new_trainer(CONFIG, target, training, "another drafter", candidates=CANDIDATES)
+    with pytest.raises(ConfigError, match="name another run"):
+        learnt("a variant", another, [training], tmp_path)
     assert trainer.step == 4 and all(torch.equal(best[name], kept) for name, kept in trainer.head.state_dict().items())
 
 

@@ -188,6 +188,11 @@ def test_llama_cpp_is_asked_over_a_pipe(tmp_path, monkeypatch):
     ("changes", "message"),
     [
         ({"limit": 3}, "multiple of batch=2"),
+        ({"batch": []}, "name at least one"),
+        ({"batch": [0]}, "at least 1"),
+        ({"repeats": 0}, "at least 1"),
+        ({"systems": [{"name": "a", "method": "plain"}, {"name": "b", "method": "foo"}]}, "'b': method='foo' must be"),
+        ({"systems": [{"name": "a"}]}, "method=None must be"),
         ({"llamacpp": "python"}, "gguf="),
         ({"systems": [{"name": "a", "method": "walk"}]}, "exactly one"),
         ({"systems": [{"name": "a", "method": "plain"}, {"name": "a", "method": "walk"}]}, "a name of its own"),
@@ -196,6 +201,26 @@ def test_llama_cpp_is_asked_over_a_pipe(tmp_path, monkeypatch):
 def test_senseless_settings_are_refused(changes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         check(settings(**changes), tmp_path)
+
+
+def test_a_run_goes_on_with_the_systems_that_it_began_with(tmp_path):
+    """More may join, but a name means what it meant; the settings are noted before the first answer."""
+
+    class Reads(Ours):
+        def answer(self, prompts, params):
+            assert json.loads((tmp_path / "compare.json").read_text())["config"]["max_tokens"] == 12
+            return super().answer(prompts, params)
+
+    decoder, config = tiny_decoder(max_rows=2), settings(repeats=1, temperature=[0.0], batch=[1])
+    asked = {"gsm8k": prompts(1), "mbpp": prompts(1)}
+    run([Reads("plain", decoder, "plain"), Reads("ours", decoder, "dcoco")], asked, decoder.target, config, tmp_path)
+    another = {"name": "more", "method": "top1"}
+    check(OmegaConf.merge(config, {"systems": [*config.systems, another]}), tmp_path)
+    other = [config.systems[0], {"name": "ours", "method": "top1"}]
+    with pytest.raises(ConfigError, match="other system 'ours'"):
+        check(OmegaConf.merge(config, {"systems": other}), tmp_path)
+    with pytest.raises(ConfigError, match="no folder of a run"):
+        check(config, tmp_path / "missing")
 
 
 def test_another_runs_folder_is_refused(tmp_path):

@@ -140,6 +140,9 @@ def test_a_run_is_taken_up_and_reported(tmp_path):
     assert one["acceptance_by_place"] == [1.0, 0.0]
     assert [length["by_place"] for length in one["lengths"]] == [2 / 1.5, 1.0]
     assert one["largest_error"]["by_place"] == pytest.approx(0.0)
+    assert results([*made, {**made[0], "system": "gone", "gamma": 1}], {"ours": False}) == [one]
+    with pytest.raises(ConfigError, match="no answer has a whole round of 2 tokens"):
+        results([{**row, "rounds": []} if row["gamma"] == 2 else row for row in made], {"ours": False})
     top = {"bytes_per_step": 1, "read_bytes_per_second": 4, "linear_bytes_per_second": 2}
     text = markdown({"systems": [one], "ceiling": {**top, "tokens_per_second": 4, "linear_tokens_per_second": 2}})
     assert "| plain | 1.0 | 25% | 50% |" in text
@@ -161,5 +164,7 @@ def test_trees_and_a_single_prompt_are_refused(tmp_path):
     check(config, tmp_path)
     with pytest.raises(ConfigError, match="at least 2"):
         check(OmegaConf.merge(config, {"limit": 1}), tmp_path)
+    with pytest.raises(ConfigError, match="lookup drafts as much as it finds"):
+        check(OmegaConf.merge(config, {"systems": [{"name": "lookup", "drafter": "prompt_lookup"}]}), tmp_path)
     with pytest.raises(ConfigError, match="tree must have"):
         check(OmegaConf.merge(config, {"systems": [{"name": "tree", "method": "dcoco"}]}), tmp_path)

@@ -1,6 +1,7 @@
 """Training a draft model: it learns the answers, a resumed run is the unbroken one, the checkpoint drafts."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -68,6 +69,11 @@ def test_a_resumed_run_is_the_unbroken_run(target, answers, tmp_path):
     assert again == losses and resumed.step == 12 and resumed.tokens == unbroken.tokens
     for mine, theirs in zip(resumed.model.parameters(), unbroken.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_the_held_out_loss_is_of_the_tokens_that_can_be_drafted(target, answers):
+    few = Trainer(target, answers, OmegaConf.merge(CONFIG, {"draft_vocab_size": 6}))
+    assert few.evaluate()["loss"] == pytest.approx(math.log(6), abs=0.2)  # it has learnt nothing yet
 
 
 def test_predictions_are_those_of_each_sequence_alone(target, answers):

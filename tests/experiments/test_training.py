@@ -81,6 +81,9 @@ def test_building_goes_on_where_it_stopped_and_refuses_other_answers(world, tmp_
         build(tmp_path, target, answers[:5], TAPS, LAYERS)
     with pytest.raises(ConfigError, match="tap 2, layer 0"):
         FeatureStore(folder, (2,), (0,))
+    with pytest.raises(ConfigError, match="no answers"):
+        build(tmp_path / "none", target, [], TAPS, LAYERS)
+    assert not (tmp_path / "none").exists()
 
 
 def test_labels_are_the_tokens_behind_the_anchor(world):
@@ -203,9 +206,9 @@ def test_correctors_of_all_kinds_train_are_saved_and_draft(world, drafted, tmp_p
 
 def test_a_drafter_and_its_corrector_learn_together(world, drafted):
     config = corrector_trainer(world, drafted, "contextual").config
-    config.update({"held_out": 8, "blocks_per_step": 32})
+    config.update({"held_out": 8, "blocks_per_step": 32, "drafter_rate": 0.3})
     store = FeatureStore(world[1], TAPS, LAYERS)
-    run = CoTrainer(world[0], drafted[0], store, config, drafter_rate=0.3)
+    run = CoTrainer(world[0], drafted[0], store, config)
     start = {name: weight.clone() for name, weight in run.head.state_dict().items()}
     before = run.lengths(drafted[3])
     assert before["selected"] == before["top1"]  # an untrained corrector changes nothing
@@ -236,6 +239,10 @@ def test_a_resumed_correctors_run_is_the_unbroken_run(world, drafted, tmp_path, 
     other = corrector_trainer(world, drafted, "selector" if kind != "selector" else "lilicorr")
     with pytest.raises(ConfigError, match="name another run"):
         other.restore(tmp_path / "state.pt")
+    slower = corrector_trainer(world, drafted, kind, steps=8)
+    slower.config.lr /= 2
+    with pytest.raises(ConfigError, match="other lr"):
+        slower.restore(tmp_path / "state.pt")
 
 
 def test_the_checkpoint_is_that_of_the_best_evaluation(world, drafted, tmp_path, monkeypatch):
