@@ -63,9 +63,10 @@ def main(config: DictConfig) -> None:
     training, held_out = collect(drafter, store, config)
     drafter.config = shape
 
+    digest = digest_of(Path(config.drafter))
     tables: dict[str, dict[str, dict[str, float]]] = {"variants": {}, "paths": {}, "sampling": {}}
     for name, options in variants(usual).items():
-        trainer = new_trainer(config, target, training, digest_of(Path(config.drafter)), **options)
+        trainer = new_trainer(config, target, training, digest, **options)
         tables["variants"][name] = learnt(name, trainer, held_out, run)
         if name == FULL:
             full = trainer.head
