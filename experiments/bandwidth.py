@@ -21,9 +21,12 @@ def linears(target: Target) -> list[Any]:
 
 def step_bytes(target: Target) -> int:
     """Bytes of the weights that a step of plain decoding reads: matrices and norms, of the embedding one row."""
-    matrices = sum(module.in_features * module.out_features for module in linears(target))
-    vectors = sum(weight.numel() for weight in target.model.parameters() if weight.dim() == 1)
-    return (matrices + vectors) * target.dtype.itemsize
+    size = target.dtype.itemsize
+    matrices = sum(
+        module.in_features * module.out_features * (module.itemsize if isinstance(module, PackedLinear) else size)
+        for module in linears(target)
+    )
+    return matrices + size * sum(weight.numel() for weight in target.model.parameters() if weight.dim() == 1)
 
 
 def read_bandwidth(mib: int, device: torch.device | str) -> float:

@@ -18,7 +18,7 @@ from tests.dcoco.test_law import SETTINGS, answers, combined_pvalue, decoder_of
 from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, llama, prompts, tiny_decoder
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
-from verifier.linear import PackedLinear, can_pack
+from verifier.linear import PackedBFloat16
 from verifier.sampling import SamplingBatch
 from verifier.target import Target
 
@@ -260,7 +260,7 @@ def test_drafting_in_bfloat16_on_packed_weights(tmp_path):
     decoder = tiny_decoder(eos_ids=[])
     decoder.target, decoder.corrector = Target(llama().to(torch.bfloat16)), None
     decoder.drafter = load_drafter(tmp_path, decoder.target, LetterTokenizer())
-    assert isinstance(decoder.drafter.fc, PackedLinear) == can_pack("cpu", torch.bfloat16)
+    assert isinstance(decoder.drafter.fc, PackedBFloat16) == PackedBFloat16.serves(torch.ones(1, dtype=torch.bfloat16))
     for output in decoder.generate(prompts(5, seed=1), SamplingParams(max_tokens=20), "top1"):
         assert len(output.token_ids) == 20 and output.stats.draft_tokens > 0
 
