@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from verifier.errors import DrafterError
+from verifier.linear import PackedLinear
 from verifier.loading import quiet_transformers
 from verifier.target import Target
 
@@ -84,8 +85,19 @@ def check_draft_ids(config: dict[str, Any], draft_ids: Tensor, file: Path) -> No
         )
 
 
+def refuse_packed(drafter: nn.Module) -> None:
+    """Refuse to save a drafter whose weights no longer have their shapes and names; the head isn't saved."""
+    if any(isinstance(module, PackedLinear) for name, module in drafter.named_modules() if name != "head"):
+        raise DrafterError("the drafter's weights are packed for inference; save() it before prepare()")
+
+
 def write_checkpoint(drafter: nn.Module, folder: Path, config: dict[str, Any]) -> None:
-    """Write a configuration and the drafter's weights, in bfloat16 and without the head, which is the target's."""
+    """Write a configuration and the drafter's weights, in bfloat16 and without the head, which is the target's.
+
+    Raises:
+        DrafterError: `prepare` has packed the weights.
+    """
+    refuse_packed(drafter)
     folder.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu() for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
     for name, tensor in state.items():

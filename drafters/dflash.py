@@ -34,13 +34,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from drafters.base import TrainingBatch
 from drafters.block import BlockDrafter, draft_vocabulary
-from drafters.checkpoint import load_strictly, read_config, read_tensors
+from drafters.checkpoint import load_strictly, read_config, read_tensors, refuse_packed
 from drafters.dflash_config import DFlashConfig
 from drafters.shallow import trimmed_head
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
-from verifier.linear import PackedLinear, pack_linears
+from verifier.linear import pack_linears
 from verifier.packing import Packing
 from verifier.target import MaskMaker, Target
 
@@ -248,8 +248,7 @@ class DFlashDrafter(BlockDrafter):
 
         `identity` says whose drafter it is (`target_identity`), `training` how it was trained.
         """
-        if any(isinstance(module, PackedLinear) for module in self.modules()):
-            raise DrafterError("the drafter's weights are packed for inference; save() it before prepare()")
+        refuse_packed(self)
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items() if name[:5] != "head."}
         if len(self.draft_ids) == self.config.backbone.vocab_size:
             del tensors["draft_ids"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from drafters.block import draft_vocabulary
 from verifier import attention
+from verifier.layer import fuse_layers
 from verifier.linear import pack_linears
 from verifier.target import MaskMaker, Target, decoder_layers
 
@@ -57,12 +58,13 @@ class ShallowDrafter(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> Self:
-        """Make ready for drafting: the target's device and dtype, frozen, packed weights, the head trimmed."""
+        """Make ready for drafting: the target's device and dtype, frozen, layers fused and packed, the head trimmed."""
         target = self._target[0]
         self.head = trimmed_head(target, self.draft_ids, target.dtype)
         self.eval().requires_grad_(False).to(target.device)
         for parameter in self.parameters():  # and no buffer: rotary frequencies stay in float32
             parameter.data = parameter.data.to(target.dtype)
+        fuse_layers(decoder_layers(self.body, self.body_config))
         pack_linears(self)
         return self
 

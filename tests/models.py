@@ -105,7 +105,8 @@ def tiny_decoder(
     drafter = BlockDiffusionDrafter(target, config, torch.arange(0, target.vocab_size - 3))
     drafter.initialise(scale=4.0)
     torch.nn.init.normal_(drafter.slots, std=0.5)
-    torch.nn.init.normal_(drafter.anchor_projection.weight, std=0.3)
+    for weight in [*drafter.feature_projections.parameters(), drafter.anchor_projection.weight]:
+        weight.data += 0.3 * torch.randn_like(weight)
     corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 16)).eval().requires_grad_(False)
     if trained:
         torch.nn.init.normal_(corrector.pair_out.weight, std=1.0)

@@ -104,12 +104,18 @@ def _largest_scale(weight: Tensor) -> float:
     return 2.0 ** (HIGHEST - int(torch.frexp(weight.abs().max())[1]))
 
 
+def packed_kind(linear: nn.Module) -> type[PackedBFloat16] | type[PackedHalf] | None:
+    """The kind that serves a layer, if it is a plain `nn.Linear` and there is one."""
+    if type(linear) is not nn.Linear:
+        return None
+    return next((kind for kind in (PackedBFloat16, PackedHalf) if kind.serves(linear.weight)), None)
+
+
 def pack_linears(module: nn.Module) -> None:
     """Replace every `nn.Linear` below `module` that a packed kind serves, in place."""
     for name, child in module.named_children():
-        if type(child) is not nn.Linear:
+        kind = packed_kind(child)
+        if kind is None:
             pack_linears(child)
-            continue
-        for kind in (PackedBFloat16, PackedHalf):
-            if kind.serves(child.weight):
-                setattr(module, name, kind(child.weight, child.bias))
+        else:
+            setattr(module, name, kind(child.weight, child.bias))  # type: ignore[arg-type]
