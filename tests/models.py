@@ -90,6 +90,16 @@ class LetterTokenizer:
         return {chr(256 + index): index for index in range(VOCABULARY)}
 
 
+def tiny_drafter(target: Target, block: int = 4, candidates: int = 6) -> BlockDiffusionDrafter:
+    """A drafter that starts from the target; it isn't prepared."""
+    config = BlockDiffusionConfig((1, 3), (0, 3), block, candidates)
+    drafter = BlockDiffusionDrafter(target, config, torch.arange(0, target.vocab_size - 3))
+    drafter.initialise(scale=4.0)
+    torch.nn.init.normal_(drafter.slots, std=0.5)
+    torch.nn.init.normal_(drafter.anchor_projection.weight, std=0.3)
+    return drafter
+
+
 def tiny_decoder(
     family: str | Callable[[], Any] = "llama",
     seed: int = 0,
@@ -98,21 +108,16 @@ def tiny_decoder(
     trained: bool = True,
     **options: Any,
 ) -> DCOCODecoder:
-    """A decoder with random weights; `trained` gives the corrector a say. The drafter starts from the target."""
+    """A decoder with random weights; `trained` gives the corrector a say."""
     torch.manual_seed(seed)
     target = Target(FAMILIES[family]() if isinstance(family, str) else family())
-    config = BlockDiffusionConfig((1, 3), (0, 3), block, candidates)
-    drafter = BlockDiffusionDrafter(target, config, torch.arange(0, target.vocab_size - 3))
-    drafter.initialise(scale=4.0)
-    torch.nn.init.normal_(drafter.slots, std=0.5)
-    for weight in [*drafter.feature_projections.parameters(), drafter.anchor_projection.weight]:
-        weight.data += 0.3 * torch.randn_like(weight)
+    drafter = tiny_drafter(target, block, candidates).prepare()
     corrector = Corrector(CorrectorConfig(target.hidden_size, 16, 16)).eval().requires_grad_(False)
     if trained:
         torch.nn.init.normal_(corrector.pair_out.weight, std=1.0)
     corrector.to(target.dtype)
     options.setdefault("eos_ids", [EOS])
-    return DCOCODecoder(target, LetterTokenizer(), drafter.prepare(), corrector, **options)
+    return DCOCODecoder(target, LetterTokenizer(), drafter, corrector, **options)
 
 
 def costs_of(a_token):

@@ -11,7 +11,7 @@ from drafters.base import TrainingBatch
 from drafters.block_diffusion import BlockDiffusionConfig, BlockDiffusionDrafter
 from drafters.checkpoint import target_identity, whole_number
 from drafters.registry import load_drafter
-from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, prompts, tiny_decoder
+from tests.models import FAMILIES, VOCABULARY, LetterTokenizer, prompts, tiny_decoder, tiny_drafter
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
 from verifier.target import Target
@@ -95,9 +95,11 @@ def test_nothing_new_leaves_the_features_alone():
 
 
 def saved(tmp_path):
+    """A decoder whose drafter is saved in `tmp_path`."""
     decoder = tiny_decoder()
-    identity = target_identity(decoder.target, LetterTokenizer())
-    decoder.drafter.save(tmp_path, identity, {})
+    drafter = tiny_drafter(decoder.target)
+    drafter.save(tmp_path, target_identity(decoder.target, LetterTokenizer()), {})
+    decoder.drafter = drafter.prepare()
     return decoder
 
 

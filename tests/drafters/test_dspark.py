@@ -13,7 +13,7 @@ from drafters.checkpoint import target_identity
 from drafters.dspark import DSparkConfig, DSparkDrafter
 from drafters.registry import load_drafter
 from tests.dcoco.test_law import SETTINGS, answers, combined_pvalue, decoder_of
-from tests.models import LetterTokenizer, prompts, tiny_decoder
+from tests.models import LetterTokenizer, prompts, tiny_decoder, tiny_drafter
 from verifier.errors import DrafterError
 from verifier.sampling import SamplingBatch
 
@@ -117,9 +117,8 @@ def saved(tmp_path_factory):
     """A decoder, and a folder that holds its drafter and, beside that, its heads."""
     folder = tmp_path_factory.mktemp("checkpoints")
     of = tiny_decoder()
-    of.drafter.initialise(scale=4.0)
     identity = target_identity(of.target, LetterTokenizer())
-    of.drafter.save(folder / "drafter", identity, {})
+    tiny_drafter(of.target).save(folder / "drafter", identity, {})
     with_heads(of).drafter.save(folder / "heads", "../drafter", identity, {"steps": 0})
     return of, folder
 
