@@ -128,14 +128,14 @@ class Budget:
             p[mine] = np.interp(said[mine], [0.0, *self._middles, 1.0], curve)
         return p
 
-    def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float) -> None:
+    def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float | None) -> None:
         """Take in what came of a round.
 
         Args:
             slots: that were drafted.
             counts: tokens of each row that were verified.
             accepted: which of them were accepted.
-            seconds: that the round took.
+            seconds: that the round took; None where it did more, which costs can't tell apart.
         """
         rows, verified = len(counts), sum(counts)
         if len(self._said) == rows:
@@ -154,7 +154,12 @@ class Budget:
             kind, hoped = self._plan
             self._hoped[kind] = MEMORY * self._hoped[kind] + hoped
             self._got[kind] = MEMORY * self._got[kind] + sum(map(len, accepted))
-        kind = EVEN if Packing.fits(verified + rows, rows, max(counts) + 1) else RAGGED
+        if seconds is not None:
+            self._time(slots, rows, verified, max(counts), seconds)
+
+    def _time(self, slots: int, rows: int, verified: int, longest: int, seconds: float) -> None:
+        """Take in how long a round took that verified so many tokens, `longest` of one row."""
+        kind = EVEN if Packing.fits(verified + rows, rows, longest + 1) else RAGGED
         cell = kind, np.searchsorted(SIZES, verified / rows)
         cost = self.costs.of_ragged if kind == RAGGED else self.costs.of_even
         expected = float(cost(rows, np.asarray(rows + verified)))

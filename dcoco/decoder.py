@@ -32,7 +32,7 @@ from drafters.registry import load_drafter
 from verifier.packing import Packing
 from verifier.rejection import Verdict, verify_match, verify_one_hot, verify_sampled, verify_tree
 from verifier.sampling import SamplingParams, best_logprobs, draw, probabilities
-from verifier.target import Target
+from verifier.target import Block, Pass, Target
 
 Method = Literal["dcoco", "walk", "top1", "plain"]
 Rule = Literal["match", "one_hot", "sampled"]
@@ -136,10 +136,11 @@ class DCOCODecoder:
     # ------------------------------------------------------------------------------------------------ the round
 
     @torch.inference_mode()
-    def round(self, batch: Batch, lengths: list[int]) -> Verdict:
+    def round(self, batch: Batch, lengths: list[int], prompts: Block | None = None) -> tuple[Verdict, Pass | None]:
         """Draft, correct, verify: one target pass that commits between 1 and n + 1 tokens a row.
 
         Row r's draft reaches at most `lengths[r]` tokens beyond its anchor; with all of them 0 this is plain decoding.
+        `prompts` are tokens of the rows behind these that run in the same pass, whose result comes second.
         """
         device = batch.cache.device
         batch.phase_seconds = dict.fromkeys(PHASES, 0.0)
@@ -151,7 +152,8 @@ class DCOCODecoder:
             packing = Packing([count + 1 for count in counts], device, contexts)
             ids = torch.cat([batch.anchors[:, None], verified.tokens], dim=1)
             taps = self.drafter.taps if self.drafter and batch.method != "plain" else ()
-            result = self.target.forward(ids, batch.cache, taps, tree=verified.tree, packing=packing)
+            blocks = [Block(ids, 0, verified.tree, packing), *([prompts] if prompts else [])]
+            result, *beside = self.target.forward_blocks(blocks, batch.cache, taps)
             logits_TV = self.target.logits(result.hidden.flatten(0, 1))
             verdict = self._verify(batch, logits_TV, verified, counts, packing)
             spots_Rn = packing.find(verdict.path if verdict.path is not None else batch.steps(verdict.tokens.shape[1]))
@@ -164,7 +166,7 @@ class DCOCODecoder:
                 committed = [tap.flatten(0, 1)[spots_Rn] for tap in result.taps]
                 self.drafter.observe(batch.draft_state, 0, committed, verdict.accepted + 1)
         batch.drafted_slots = slots
-        return verdict
+        return verdict, beside[0] if beside else None
 
     def branches(self, method: Method) -> bool:
         """Whether drafts are trees."""

@@ -1,8 +1,9 @@
 """`Engine`: requests come and go between rounds, one row of the ragged cache each.
 
 Rows in use are always the first ones: D that decode, then P whose prompts are still being run, in the order in which
-they came. When one ends, others take its place. Prompts are run in chunks between the rounds, so that a long one stalls
-nobody. All bookkeeping between rounds is on a handful of integers a row, read from the device once a round.
+they came. When one ends, others take its place. Prompts are run in chunks, so that a long one stalls nobody, and in the
+pass that verifies the others' drafts, which reads the weights once for both. All bookkeeping between rounds is on a
+handful of integers a row, read from the device once a round.
 
 Shapes: R rows of a pass, Q tokens a row.
 """
@@ -31,13 +32,14 @@ from verifier.packing import Packing, attention_work
 from verifier.processors import Processors, TokenCounts, has_penalty
 from verifier.rejection import Verdict
 from verifier.sampling import SamplingBatch, SamplingParams, best_logprobs, draw, probabilities
+from verifier.target import Block, Pass
 
 if TYPE_CHECKING:
     from dcoco.budget import Budget
     from dcoco.decoder import DCOCODecoder, Method
     from dcoco.lengths import Lengths
 
-PREFILL_CHUNK = 256  # prompt tokens run between two rounds, of all arriving requests together
+PREFILL_CHUNK = 256  # prompt tokens run in a pass, of all arriving requests together
 
 DISORDER = 1.25  # rows are sorted when their order makes attention work so many times more
 
@@ -359,16 +361,20 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Request]:
-        """Run a chunk of the arriving prompts, then decode one round; returns the requests that got something.
+        """Decode one round, with a chunk of the arriving prompts in its pass; returns the requests that got something.
 
-        One that gets its first token and more in the same step stands there twice. When a pass fails, the requests in
-        it fail with an EngineError and the engine goes on with the others; so it does when Ctrl-C ends a step.
+        Where nobody decodes yet the prompts come before the round: one that gets its first token and more in the same
+        step stands there twice. When a pass fails, the requests in it fail with an EngineError and the engine goes on
+        with the others; so it does when Ctrl-C ends a step.
         """
-        lost = [] if self._settled else self._fail([], RuntimeError("interrupted while rows changed places"))
-        lost += self._admit()
+        touched = [] if self._settled else self._fail([], RuntimeError("interrupted while rows changed places"))
+        touched += self._admit()
         counts = self._next_chunk()
-        begun = self._attempt(partial(self._prefill, counts), self.arriving[: len(counts)])
-        return lost + begun + self._attempt(self._round, self.batch.requests)
+        if not self.batch.requests:
+            touched += self._attempt(partial(self._prefill, counts), self.arriving[: len(counts)])
+            counts = []
+        taking_part = self.batch.requests + self.arriving[: len(counts)]
+        return touched + self._attempt(partial(self._round, counts), taking_part)
 
     def _attempt(self, work: Callable[[], list[Request]], requests: list[Request]) -> list[Request]:
         taking_part = list(requests)
@@ -477,13 +483,22 @@ class Engine:
 
     def _prefill(self, counts: list[int]) -> list[Request]:
         """Run so many tokens of the first arriving prompts; those that end with them yield their first token."""
+        prompts = self._prompts(counts)
+        taps = self.drafter.taps if self.drafter else ()
+        return self._take_in(prompts, counts, self.target.forward_blocks([prompts], self.batch.cache, taps)[0])
+
+    def _prompts(self, counts: list[int]) -> Block:
+        """So many tokens of the first arriving prompts."""
         batch, cache, first = self.batch, self.batch.cache, len(self.batch.requests)
         packing = Packing(counts, cache.device, cache.lengths[first : first + len(counts)], slack=1.0)
         starts = torch.tensor(cache.lengths[first : first + len(counts)], device=cache.device)
         columns = (starts[:, None] + batch.steps(packing.queries)).clamp(max=batch.history.shape[1] - 1)
-        ids = batch.history[first : first + len(counts)].gather(1, columns)
-        taps = self.drafter.taps if self.drafter else ()
-        result = self.target.forward(ids, cache, taps, first, packing=packing)
+        return Block(batch.history[first : first + len(counts)].gather(1, columns), first, packing=packing)
+
+    def _take_in(self, prompts: Block, counts: list[int], result: Pass) -> list[Request]:
+        """Note what a pass made of the prompts' tokens; those that end with them yield their first token."""
+        batch, cache, first, packing = self.batch, self.batch.cache, prompts.first, prompts.packing
+        assert packing is not None
         counts_R = torch.tensor(counts, device=cache.device)
         if self.drafter is not None and batch.draft_state is not None:
             unpacked = [packing.unpack(tap.flatten(0, 1)) for tap in result.taps]
@@ -524,16 +539,20 @@ class Engine:
             self._free_rows()
         return fresh
 
-    def _round(self) -> list[Request]:
+    def _round(self, counts: list[int]) -> list[Request]:
+        """Decode a round, with so many tokens of the first arriving prompts in its pass."""
         begun, batch, requests = time.perf_counter(), self.batch, list(self.batch.requests)
         lengths = [self._draft_length(row, request) for row, request in enumerate(requests)]
-        verdict = self.decoder.round(batch, lengths)
+        prompts = self._prompts(counts) if counts else None
+        verdict, result = self.decoder.round(batch, lengths, prompts)
         verified, accepted = self._commit(requests, lengths, verdict)
         if batch.budget is not None:
-            batch.budget.learn(batch.drafted_slots, verified, accepted, time.perf_counter() - begun)
+            seconds = None if prompts else time.perf_counter() - begun
+            batch.budget.learn(batch.drafted_slots, verified, accepted, seconds)
+        fresh = [] if prompts is None or result is None else self._take_in(prompts, counts, result)
         with self._rearranging():
             self._free_rows()
-        return requests
+        return requests + fresh
 
     def _commit(
         self, requests: list[Request], lengths: list[int], verdict: Verdict

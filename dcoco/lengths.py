@@ -54,7 +54,7 @@ class Lengths:
         """How many tokens of each row's draft to verify: all that were drafted and lie within the limits [R]."""
         return limits.clamp(max=slots).tolist()
 
-    def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float) -> None:
+    def learn(self, slots: int, counts: list[int], accepted: list[list[int]], seconds: float | None) -> None:
         """Take in what came of a round.
 
         Args:

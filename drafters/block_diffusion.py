@@ -38,7 +38,7 @@ from drafters.shallow import ShallowDrafter, unit
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
-from verifier.packing import Packing
+from verifier.packing import Layout, Packing
 from verifier.target import Target
 
 FORMAT = 1  # of the checkpoint
@@ -216,12 +216,13 @@ class BlockDiffusionDrafter(ShallowDrafter, BlockDrafter):
         packing = Packing([slots] * rows, cache.device, cache.lengths[:rows])
         positions_Rn, extent = cache.begin(0, rows, slots, packing)
         together = (1, rows * slots) if not packing.trivial else (rows, slots)  # rows of different contexts run as one
+        mask = self.masks.block(positions_Rn, extent)
         hidden = self.body(
             inputs_embeds=inputs_RnH.view(*together, -1),
-            attention_mask=self.masks.block(positions_Rn, extent),
+            attention_mask=mask,
             position_ids=positions_Rn.clamp(max=self.max_positions - 1).view(together),
             cache=cache,
             use_cache=True,
-            packing=None if packing.trivial else packing,
+            layout=None if packing.trivial else Layout([packing], [mask]),
         ).last_hidden_state
         return inputs_RnH, hidden.view(rows, slots, -1)

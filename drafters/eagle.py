@@ -41,7 +41,7 @@ from drafters.shallow import ShallowDrafter, unit
 from verifier import attention
 from verifier.cache import RaggedCache
 from verifier.errors import DrafterError
-from verifier.packing import Packing
+from verifier.packing import Layout, Packing
 from verifier.target import Target
 
 FORMAT = 1  # of the checkpoint
@@ -253,7 +253,7 @@ class EagleDrafter(ShallowDrafter):
             position_ids=positions_T.view(shape),
             cache=cache,
             use_cache=True,
-            packing=None if packing.trivial else packing,
+            layout=None if packing.trivial else Layout([packing], [mask]),
         ).last_hidden_state
         return hidden.flatten(0, 1)
 

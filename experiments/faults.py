@@ -14,14 +14,14 @@ FAULT = "injected fault"
 
 def fail_at_random(target: Target, rate: float, seed: int = 0) -> None:
     """Let this share of the target's passes raise an error."""
-    forward, chance = target.forward, random.Random(seed)
+    forward, chance = target.forward_blocks, random.Random(seed)
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         if chance.random() < rate:
             raise RuntimeError(FAULT)
         return forward(*args, **kwargs)
 
-    target.forward = faulty  # type: ignore[method-assign]
+    target.forward_blocks = faulty  # type: ignore[method-assign]
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from verifier.errors import TargetError
-from verifier.packing import Packing
+from verifier.packing import Layout
 
 NAME = "dcoco"
 
@@ -26,7 +26,7 @@ def folded_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packing: Packing | None = None,
+    layout: Layout | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """Attend with query [R, N, Q, D] to key and value [R, G, L, D]; returns [R, Q, N, D].
@@ -38,14 +38,14 @@ def folded_attention(
     """
     if unknown := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise TargetError(f"the target's attention uses {unknown[0]}, which is not served here: choose another target")
-    if packing is None:
+    if layout is None:
         return _attend(query, key, value, attention_mask, scaling), None
     assert attention_mask is not None
     packed_TND = query[0].transpose(0, 1)
     outs = []
-    for part, mask in zip(packing.parts, packing.masks(attention_mask), strict=True):
-        part_RNQD = part.unpack(packed_TND).transpose(1, 2)
-        outs.append(part.pack(_attend(part_RNQD, part.keys(key), part.keys(value), mask, scaling)))
+    for tokens, rows, part, mask in layout.parts(attention_mask):
+        part_RNQD = part.unpack(packed_TND[tokens]).transpose(1, 2)
+        outs.append(part.pack(_attend(part_RNQD, part.keys(key[rows]), part.keys(value[rows]), mask, scaling)))
     return torch.cat(outs)[None], None
 
 

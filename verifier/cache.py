@@ -42,8 +42,12 @@ class RaggedCache:
         self._touched = [0] * rows  # positions of each row that a pass may have written to
         self._slots = torch.empty(0, dtype=torch.int64)  # flat positions (row * L + position) that the pass writes
 
-    def begin(self, first: int, rows: int, queries: int, packing: Packing | None = None) -> tuple[Tensor, int]:
+    def begin(
+        self, first: int, rows: int, queries: int, packing: Packing | None = None, more: bool = False
+    ) -> tuple[Tensor, int]:
         """Announce a pass of `queries` new tokens (or the packed ones) for each of `rows` rows, from `first` on.
+
+        With `more` they take part in the pass that was announced before, whose rows are the ones before `first`.
 
         Returns:
             positions [R, Q] int64 where the tokens are written, and the extent: how many cache positions the pass looks
@@ -62,15 +66,17 @@ class RaggedCache:
             )
         for row, end in enumerate(ends, start=first):
             self._touched[row] = max(self._touched[row], end)
-        self._extent = min(max(lengths) + queries, self.max_length)
-        self._rows = slice(first, first + rows)
+        extent = min(max(lengths) + queries, self.max_length)
         starts_R1 = torch.tensor(lengths, device=self.device)[:, None]
         positions_RQ = starts_R1 + torch.arange(queries, device=self.device)
         rows_R1 = torch.arange(first, first + rows, device=self.device)[:, None]
-        self._slots = (rows_R1 * self.max_length + positions_RQ).view(-1)
+        slots = (rows_R1 * self.max_length + positions_RQ).view(-1)
         if packing is not None and not packing.whole:
-            self._slots = self._slots[packing.index]
-        return positions_RQ, self._extent
+            slots = slots[packing.index]
+        self._rows = slice(self._rows.start if more else first, first + rows)
+        self._extent = max(self._extent, extent) if more else extent
+        self._slots = torch.cat([self._slots, slots]) if more else slots
+        return positions_RQ, extent
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *args: object, **kwargs: object

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Masks = Tensor | dict[str, Tensor | None] | None  # of a pass; by kind of layer where there are several
+
 SLACK = 1.15  # where padding adds less than this, it costs less than packing
 EXTRA = 16  # what a row in the last part costs, in queries: its keys and values are copied
 SEGMENT = 400  # what a segment more costs attention, in keys
@@ -37,8 +39,9 @@ class Part:
             return x[self.rows, :, : self.extent]
         return x[:, :, : self.extent].transpose(1, 2).index_select(0, self.rows).transpose(1, 2)  # as they lie: faster
 
-    def mask(self, unfolded: Tensor) -> Tensor:
-        """The part's folded mask [r, 1, f * queries, extent] of a mask [R, f, Q, L]."""
+    def mask(self, packing: "Packing", folded: Tensor) -> Tensor:
+        """The part's folded mask [r, 1, f * queries, extent] of a folded mask [R, 1, f * Q, L]."""
+        unfolded = folded.view(packing.rows, -1, packing.queries, folded.shape[-1])
         queries = slice(self.first, self.first + self.queries)
         return unfolded[self.rows][:, :, queries, : self.extent].flatten(1, 2)[:, None]
 
@@ -79,7 +82,6 @@ class Packing:
         self.parts: list[Part] = []
         self.index = torch.arange(self.rows * self.queries, device=device)
         self._tokens = self.index  # of each place; any where there is none
-        self._masks: dict[int, list[Tensor]] = {}
         if self.whole:
             for span, extent in segments(extents):
                 tokens = slice(span.start * self.queries, span.stop * self.queries)
@@ -129,13 +131,6 @@ class Packing:
         """Where queries int64 [R, n] of each row stand among the packed tokens; anywhere for one without a token."""
         return self._tokens[queries + torch.arange(self.rows, device=queries.device)[:, None] * self.queries]
 
-    def masks(self, mask: Tensor) -> list[Tensor]:
-        """The parts of a folded mask [R, 1, f * Q, L]; all layers of a kind ask for the same."""
-        if id(mask) not in self._masks:
-            unfolded = mask.view(self.rows, -1, self.queries, mask.shape[-1])
-            self._masks[id(mask)] = [part.mask(unfolded) for part in self.parts]
-        return self._masks[id(mask)]
-
     def _width(self, counts: Sequence[int]) -> int:
         """Queries of each row up to which the segments go."""
 
@@ -144,6 +139,45 @@ class Packing:
             return len(counts) * width + long * (self.queries - width + EXTRA)
 
         return min(set(counts), key=cost)
+
+
+class Layout:
+    """Packed blocks in one pass: the tokens of each behind those of the one before, and so are its rows.
+
+    Args:
+        packings: of the blocks.
+        masks: of each block, folded, by kind of layer; what a layer of the first block is given names the kind.
+    """
+
+    def __init__(self, packings: Sequence[Packing], masks: Sequence[Masks]):
+        self.packings = packings
+        self.counts = [len(packing.index) for packing in packings]
+        by_kind = zip(*(each.values() if isinstance(each, dict) else [each] for each in masks), strict=True)
+        self._masks = {id(of_kind[0]): of_kind for of_kind in by_kind}
+        self._parts: dict[int, list[tuple[slice, slice, Part, Tensor]]] = {}
+
+    def pack(self, padded: Sequence[Tensor]) -> list[Tensor]:
+        """The real tokens of all blocks, [1, T, ...] in a list, of padded [R, Q, ...] each."""
+        found = [packing.pack(block) for packing, block in zip(self.packings, padded, strict=True)]
+        return [torch.cat(found)[None] if len(found) > 1 else found[0][None]]
+
+    def split(self, packed: Tensor) -> Sequence[Tensor]:
+        """The tokens of each block, [1, T', ...], of packed [1, T, ...]."""
+        return packed.split(self.counts, dim=1)
+
+    def parts(self, mask: Tensor) -> list[tuple[slice, slice, Part, Tensor]]:
+        """What attention runs one after the other: tokens and rows of a block, one of its parts, and the part's mask.
+
+        All layers of a kind ask for the same.
+        """
+        if id(mask) not in self._parts:
+            found, token, row = [], 0, 0
+            for packing, count, of_block in zip(self.packings, self.counts, self._masks[id(mask)], strict=True):
+                tokens, rows = slice(token, token + count), slice(row, row + packing.rows)
+                found += [(tokens, rows, part, part.mask(packing, of_block)) for part in packing.parts]
+                token, row = tokens.stop, rows.stop
+            self._parts[id(mask)] = found
+        return self._parts[id(mask)]
 
 
 def segments(extents: Sequence[int]) -> list[tuple[slice, int]]:

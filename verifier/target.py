@@ -18,7 +18,7 @@ from verifier.cache import RaggedCache
 from verifier.errors import TargetError
 from verifier.layer import fuse_layers
 from verifier.linear import PackedLinear, pack_linears
-from verifier.packing import Packing
+from verifier.packing import Layout, Masks, Packing
 from verifier.tree import Tree
 
 
@@ -28,6 +28,20 @@ class Pass:
 
     hidden: Tensor
     taps: list[Tensor]
+
+
+@dataclass
+class Block:
+    """New tokens of neighbouring rows: what they are, and how they stand to one another.
+
+    ids [R, Q] int64 go behind the rows `first .. first + R - 1` of the cache, causally or as a tree; of a packed block
+    only the real ones are run.
+    """
+
+    ids_RQ: Tensor
+    first: int = 0
+    tree: Tree | None = None
+    packing: Packing | None = None
 
 
 class Target:
@@ -80,37 +94,48 @@ class Target:
         tree: Tree | None = None,
         packing: Packing | None = None,
     ) -> Pass:
-        """Run ids [R, Q] int64 behind the rows `first .. first + R - 1` of the cache, causally or as a tree.
+        """Run one block, as `forward_blocks` does; without a packing, or where it leaves no place free, as [R, Q]."""
+        return self.forward_blocks([Block(ids_RQ, first, tree, packing)], cache, taps)[0]
 
-        With `packing` only the real tokens are run, as [1, T].
+    @torch.inference_mode()
+    def forward_blocks(self, blocks: Sequence[Block], cache: RaggedCache, taps: Sequence[int] = ()) -> list[Pass]:
+        """Run blocks in one pass, the rows of each behind those of the one before; several must be packed.
 
         `taps` names decoder layers whose outputs (before the final norm) are returned; -1 is the embedding's output.
-        The tokens enter the cache but count only once the caller raises `cache.lengths`.
+        The tokens enter the cache but count only once the caller raises `cache.lengths`. Of packed tokens there is
+        [1, T] in each block's result.
         """
-        rows, queries = ids_RQ.shape
-        positions_RQ, extent = cache.begin(first, rows, queries, packing)
-        if tree is None:
-            mask = self.masks.causal(positions_RQ, extent)
-        else:
-            mask = self.masks.tree(positions_RQ, extent, tree)
-            positions_RQ = positions_RQ[:, :1] + tree.depths
-        if packing is not None and packing.trivial:
-            packing = None
-        if packing is not None:
-            ids_RQ, positions_RQ = packing.pack(ids_RQ)[None], packing.pack(positions_RQ)[None]
-        embedded = self.embedding(ids_RQ)
+        alone, ids, positions, masks = len(blocks) == 1, [], [], []
+        for index, block in enumerate(blocks):
+            rows, queries = block.ids_RQ.shape
+            at_RQ, extent = cache.begin(block.first, rows, queries, block.packing, more=index > 0)
+            if block.tree is None:
+                masks.append(self.masks.causal(at_RQ, extent, may_spare=alone))
+            else:
+                masks.append(self.masks.tree(at_RQ, extent, block.tree))
+                at_RQ = at_RQ[:, :1] + block.tree.depths
+            positions.append(at_RQ)
+            ids.append(block.ids_RQ)
+        layout = None
+        packings = [block.packing for block in blocks if block.packing is not None]
+        if packings and not (alone and packings[0].trivial):
+            layout = Layout(packings, masks)
+            ids, positions = layout.pack(ids), layout.pack(positions)
+        embedded = self.embedding(ids[0])
         self._wanted = {tap for tap in taps if tap >= 0}
         try:
             out = self.body(
                 inputs_embeds=embedded,
-                attention_mask=mask,
+                attention_mask=masks[0],
                 # Beside a longer row, one at the limit is given tokens behind it; they never count.
-                position_ids=positions_RQ.clamp(max=self.max_positions - 1),
+                position_ids=positions[0].clamp(max=self.max_positions - 1),
                 cache=cache,
                 use_cache=True,
-                packing=packing,
+                layout=layout,
             )
-            return Pass(out.last_hidden_state, [embedded if tap < 0 else self.tapped[tap] for tap in taps])
+            outputs = [out.last_hidden_state, *(embedded if tap < 0 else self.tapped[tap] for tap in taps)]
+            each = [[whole] if layout is None else layout.split(whole) for whole in outputs]
+            return [Pass(hidden, list(tapped)) for hidden, *tapped in zip(*each, strict=True)]
         finally:
             self.tapped.clear()
 
@@ -181,15 +206,15 @@ class MaskMaker:
         else:
             self.windows = {kind: window if "sliding" in kind else None for kind in dict.fromkeys(types)}
 
-    def causal(self, positions_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
+    def causal(self, positions_RQ: Tensor, extent: int, may_spare: bool = True) -> Masks:
         """Each query sees its own position and those before it."""
-        return self._by_type(positions_RQ, positions_RQ, extent)
+        return self._by_type(positions_RQ, positions_RQ, extent, may_spare)
 
-    def block(self, positions_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
+    def block(self, positions_RQ: Tensor, extent: int) -> Masks:
         """Each query sees the context and the whole block, in both directions (diffusion drafting)."""
         return self._by_type(positions_RQ, positions_RQ[:, -1:].expand_as(positions_RQ), extent)
 
-    def tree(self, slots_RQ: Tensor, extent: int, tree: Tree) -> Tensor | dict[str, Tensor | None] | None:
+    def tree(self, slots_RQ: Tensor, extent: int, tree: Tree) -> Masks:
         """Each query sees the context, its ancestors and itself; query i is written at slots_RQ[:, i]."""
         columns_L = torch.arange(extent, device=slots_RQ.device)
         starts_R1 = slots_RQ[:, :1]
@@ -205,9 +230,9 @@ class MaskMaker:
             masks[kind] = attention.fold_mask(allowed_RQL, self.repeats, self.dtype)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
-    def _by_type(self, positions_RQ: Tensor, last_RQ: Tensor, extent: int) -> Tensor | dict[str, Tensor | None] | None:
+    def _by_type(self, positions_RQ: Tensor, last_RQ: Tensor, extent: int, may_spare: bool = True) -> Masks:
         rows, queries = positions_RQ.shape
-        all_visible = rows == 1 and (queries == 1 or last_RQ is not positions_RQ)
+        all_visible = may_spare and rows == 1 and (queries == 1 or last_RQ is not positions_RQ)
         columns_L = torch.arange(extent, device=positions_RQ.device)
         masks: dict[str, Tensor | None] = {}
         for kind, window in self.windows.items():

@@ -81,20 +81,19 @@ class Life:
         patch.setattr("dcoco.engine.PREFILL_CHUNK", draw.choice([1, 3, 7, 17, 256]))
         patch.setattr("dcoco.engine.DISORDER", draw.choice([1.25, 0.5]))  # below 1: sort whenever rows come
         patch.setattr("verifier.packing.SEGMENT", draw.choice([400, 10]))
-        self.asked, self.failing, self.may_fail, self.plain = [], [], [], {}
-        self.faults, forward = draw.choice([0.0, 0.0, 0.03, 0.1]), decoder.target.forward
+        self.asked, self.failing, self.plain = [], [], {}
+        self.faults, forward = draw.choice([0.0, 0.0, 0.03, 0.1]), decoder.target.forward_blocks
 
-        def failing(ids, cache, taps=(), first=0, tree=None, packing=None):
+        def failing(blocks, cache, taps=()):
             if cache is self.engine.batch.cache and draw.random() < self.faults:
-                decoding, arriving = self.engine.batch.requests, self.engine.arriving
-                self.failing += (decoding + arriving)[first : first + len(ids)]
-                self.may_fail += arriving if first == len(decoding) else decoding
+                rows = self.engine.batch.requests + self.engine.arriving
+                self.failing += [rows[block.first + row] for block in blocks for row in range(len(block.ids_RQ))]
                 if draw.random() < 0.5:
-                    forward(ids, cache, taps, first, tree, packing)
+                    forward(blocks, cache, taps)
                 raise RuntimeError("bad luck")
-            return forward(ids, cache, taps, first, tree, packing)
+            return forward(blocks, cache, taps)
 
-        patch.setattr(decoder.target, "forward", failing)
+        patch.setattr(decoder.target, "forward_blocks", failing)
         propose = decoder.drafter.draft
 
         def knowing(state, anchors, cache, slots, context):
@@ -186,7 +185,7 @@ class Life:
         plain = self.alone(request)
         assert request.done and not (request.output and request.error)
         if request.error is not None:
-            assert request in self.may_fail and "bad luck" in str(request.error)
+            assert request in self.failing and "bad luck" in str(request.error)
             assert plain.token_ids[: len(request.token_ids)] == request.token_ids
             return
         output, stats = request.result(), request.stats
@@ -312,7 +311,7 @@ def test_engines_over_one_decoder_and_generate_in_between(monkeypatch):
 
 def failing_once(monkeypatch, decoder, times=1):
     """The next passes raise."""
-    left, forward = [times], decoder.target.forward
+    left, forward = [times], decoder.target.forward_blocks
 
     def fail(*args, **kwargs):
         left[0] -= 1
@@ -320,29 +319,29 @@ def failing_once(monkeypatch, decoder, times=1):
             raise RuntimeError("bad luck")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(decoder.target, "forward", fail)
+    monkeypatch.setattr(decoder.target, "forward_blocks", fail)
 
 
 def test_a_pass_that_fails_takes_only_its_requests_with_it(monkeypatch, caplog):
     decoder, given = tiny_decoder(), prompts(4, seed=5)
-    engine, plain = Engine(decoder, max_num_seqs=3), plain_ids(tiny_decoder(), prompts(4, seed=5))
-    first, waiting = engine.submit(given[0], LONG), engine.submit(given[1], LONG)
+    engine, plain = Engine(decoder, max_num_seqs=2), plain_ids(tiny_decoder(), prompts(4, seed=5))
+    first, cancelled = engine.submit(given[0], LONG), engine.submit(given[1], LONG)
     engine.step()
-    engine.cancel(waiting)
-    arriving = [engine.submit(ids, LONG) for ids in given[2:]]
+    engine.cancel(cancelled)
+    arriving, waiting = (engine.submit(ids, LONG) for ids in given[2:])
     failing_once(monkeypatch, decoder)
-    assert set(engine.step()) == {first, *arriving}
+    assert set(engine.step()) == {first, arriving}
     assert "2 requests failed" in caplog.text and "Traceback" in caplog.text
-    for request in arriving:
+    for request in (first, arriving):
         with pytest.raises(EngineError, match=r"the request failed: RuntimeError\('bad luck'\)"):
             list(request)
         assert request.done and request.output is None
     again = engine.submit(given[2], LONG)
     while engine.busy:
         engine.step()
-    assert [first.result().token_ids, again.result().token_ids] == [plain[0], plain[2]]
+    assert [waiting.result().token_ids, again.result().token_ids] == [plain[3], plain[2]]
     with pytest.raises(EngineError, match="send it again"):
-        arriving[0].result()
+        arriving.result()
 
 
 def interrupted(run, moment):
@@ -598,6 +597,28 @@ def test_prompts_that_wait_for_their_chunk_outlive_a_pass_that_fails(monkeypatch
     failing_once(monkeypatch, decoder)
     engine.step()
     assert first.error is not None and second.error is None
+
+
+@pytest.mark.parametrize("method", ["plain", "dcoco"])
+def test_prompts_run_in_the_pass_of_those_that_decode(monkeypatch, method):
+    monkeypatch.setattr("dcoco.engine.PREFILL_CHUNK", 8)
+    decoder, passes = tiny_decoder(eos_ids=[]), []
+    given = [[5] * 6, [6] * 20, [7] * 3]
+    plain = plain_ids(decoder, given)
+    engine = Engine(decoder, method, max_num_seqs=3)
+    with decoder.target.layers[0].register_forward_hook(lambda *args: passes.append(1)):
+        requests = [engine.submit(given[0], LONG)]
+        engine.step()
+        assert len(passes) == 2  # nobody decoded yet: a pass for the prompt, and a round's
+        requests += [engine.submit(ids, LONG) for ids in given[1:]]
+        for step in range(3):
+            assert [bool(request.token_ids) for request in requests] == [True, False, False]
+            engine.step()
+            assert len(passes) == 3 + step
+        assert all(request.token_ids for request in requests)
+        while engine.busy:
+            engine.step()
+    assert [request.token_ids for request in requests] == plain
 
 
 def test_a_budget_that_buys_nothing_verifies_nothing():

@@ -86,7 +86,7 @@ def test_errors_of_another_cause_are_noticed():
     config = settings()
     engine = small_engine(config)
     fail_at_random(engine.target, 0.0)
-    original, count = engine.target.forward, 0
+    original, count = engine.target.forward_blocks, 0
 
     def breaks(*args, **kwargs):
         nonlocal count
@@ -95,7 +95,7 @@ def test_errors_of_another_cause_are_noticed():
             raise ValueError("a fault of its own")
         return original(*args, **kwargs)
 
-    engine.target.forward = breaks  # type: ignore[method-assign]
+    engine.target.forward_blocks = breaks  # type: ignore[method-assign]
     report = run(engine, config)
     assert "every request got an answer of the expected kind" in failed(report)
     assert "a fault of its own" in report["wrongs"][0]
@@ -127,12 +127,12 @@ def test_groups_hold_each_job_once(count):
 
 def test_faults_are_as_frequent_as_asked():
     target = tiny_decoder().target
-    target.forward = lambda: "fine"  # type: ignore[method-assign, assignment]
+    target.forward_blocks = lambda: "fine"  # type: ignore[method-assign, assignment]
     fail_at_random(target, 0.3)
     failures = 0
     for _ in range(400):
         try:
-            assert target.forward() == "fine"
+            assert target.forward_blocks() == "fine"
         except RuntimeError as error:
             failures += str(error) == FAULT
     assert 80 < failures < 160

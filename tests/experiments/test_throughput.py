@@ -103,7 +103,7 @@ def test_a_server_gets_the_same_requests_and_gives_the_same_tokens():
 
 def test_a_failed_request_is_counted_as_such():
     engine = Engine(tiny_decoder(), "plain", 2, 60)
-    forward, calls = engine.target.forward, []
+    forward, calls = engine.target.forward_blocks, []
 
     def breaks_once(*args, **kwargs):
         calls.append(0)
@@ -111,7 +111,7 @@ def test_a_failed_request_is_counted_as_such():
             raise RuntimeError("out of luck")
         return forward(*args, **kwargs)
 
-    engine.target.forward = breaks_once  # type: ignore[method-assign]
+    engine.target.forward_blocks = breaks_once  # type: ignore[method-assign]
     timelines = drive(engine, prompts(6, seed=3), PARAMS, Load(concurrency=2))
     of = figures([Pass("plain", Load(2), 0, timelines)])
     assert of["failed"] == sum(t.error is not None for t in timelines) in (1, 2)
