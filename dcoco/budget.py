@@ -23,7 +23,8 @@ from dcoco.costs import Costs
 from drafters.base import Draft
 from verifier.packing import Packing
 
-PROBE = 32  # rounds between full drafts, which show whether drafting more would pay again
+PROBE = 32  # rounds between full drafts, which show whether drafting more would pay again: of up to MANY rows
+MANY = 8  # rows; more of them show as much in fewer drafts
 FADE = 0.9  # of the promises of earlier drafts, a round
 REFIT = 8  # rounds between new curves of calibration
 MEMORY = 0.98  # of the counts that the calibration rests on, a round
@@ -31,7 +32,8 @@ EDGES = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97, 1.0])  #
 DEPTHS = (2, 5)  # between the bands of depth: what a draft says of its deep tokens holds less often
 TRUST = 20.0  # tokens that are taken to have come true as expected
 LEAST = 0.05  # tokens of a row that nothing recalled makes sure
-HOPE = 0.998  # of the drift of a kind of round that isn't tried, a round
+HOPE = 0.9995  # of the drift of a kind of round that isn't tried, a round
+LATER = 1.06  # what a ragged round's time counts for: what it takes would mostly come as easily in the next one
 PRIOR = 4.0  # tokens of each class that calibration starts from, accepted as often as they said
 EVEN, RAGGED = range(2)  # kinds of rounds
 SIZES = (0.0, 1.5, 2.5, 4.5, 8.5)  # tokens of a row that are verified: between the classes of rounds; 0 is plain
@@ -67,6 +69,7 @@ class Budget:
         self._hoped, self._got = np.zeros(2), np.zeros(2)
         self._plan = EVEN, 0.0  # the last round's kind, and what was expected of it
         self._tables: dict[int, list[np.ndarray]] = {}  # by rows: seconds and sizes of passes
+        self._drafts: dict[tuple[int, int], float] = {}  # by rows and slots: seconds of one
         self._drift = np.ones((2, len(SIZES) + 1))  # by kind and size: how much longer rounds take than was measured
         self._ran = np.zeros_like(self._drift)  # the last round of each kind and size
         self._rounds = 0
@@ -83,11 +86,11 @@ class Budget:
         rows, best = len(said), 0
         free = _gains(self.calibrate(said, depths, 0), said)
         self._recalled = self._by_row(free, rows)
-        if np.isinf(self._noted[-1]) or self._rounds % PROBE == 0:
+        if np.isinf(self._noted[-1]) or self._rounds % (PROBE * max(1, rows // MANY)) == 0:
             return self.choices[-1]
         rate = max(float(rates.max()) for rates in self._rates(free, rows, 0.0))
         for choice, promises in zip(self.choices, self._promise, strict=True):
-            drafting, gains = self.costs.of_draft(rows, choice), self._recalled + promises * self._open()
+            drafting, gains = self._seconds(rows, choice), self._recalled + promises * self._open()
             for gain, (seconds, drift) in zip(gains * self._truth(), self._passes(rows), strict=True):
                 found = float((rows * (1.0 + gain) / (drafting + seconds[::rows]) / drift[::rows]).max())
                 if found > rate:
@@ -110,7 +113,7 @@ class Budget:
         if slots:
             self._remember(p, slots)
         gains = _gains(p, self._said)
-        even, ragged = self._rates(gains, rows, self.costs.of_draft(rows, slots) if slots else 0.0)
+        even, ragged = self._rates(gains, rows, self._seconds(rows, slots))
         each, together = int(even.argmax()), int(ragged.argmax())
         if even[each] >= ragged[together] or not together:
             self._plan = EVEN, gains[EVEN][each]
@@ -161,9 +164,7 @@ class Budget:
         """Take in how long a round took that verified so many tokens, `longest` of one row."""
         kind = EVEN if Packing.fits(verified + rows, rows, longest + 1) else RAGGED
         cell = kind, np.searchsorted(SIZES, verified / rows)
-        cost = self.costs.of_ragged if kind == RAGGED else self.costs.of_even
-        expected = float(cost(rows, np.asarray(rows + verified)))
-        expected += self.costs.of_draft(rows, slots) if slots else 0.0
+        expected = float(self._table(rows)[kind][verified]) + self._seconds(rows, slots)
         if seconds < OUTLIER * expected * self._drift[cell]:
             fresh = 1.0 - FADE ** max(1, self._rounds - self._ran[cell])
             self._drift[cell] += fresh * (seconds / expected - self._drift[cell])
@@ -184,14 +185,24 @@ class Budget:
 
         What hasn't been tried for long is thought ever faster, and so tried again.
         """
+        even, ragged, sizes = self._table(rows)
+        drift = self._drift * HOPE ** (self._rounds - self._ran)
+        drift[RAGGED, 0] = drift[EVEN, 0]  # plain either way
+        return [(even, drift[EVEN, sizes]), (ragged, LATER * drift[RAGGED, sizes])]
+
+    def _table(self, rows: int) -> list[np.ndarray]:
+        """Of an even and a ragged pass that verifies 0, 1, 2, ... tokens of so many rows: seconds, and its size."""
         if rows not in self._tables:
             tokens = np.arange(rows * (self._promise.shape[2] - 1) + 1)
             passes = self.costs.of_even(rows, rows + tokens), self.costs.of_ragged(rows, rows + tokens)
             self._tables[rows] = [*passes, np.searchsorted(SIZES, tokens / rows)]
-        even, ragged, sizes = self._tables[rows]
-        drift = self._drift * HOPE ** (self._rounds - self._ran)
-        drift[RAGGED, 0] = drift[EVEN, 0]  # plain either way
-        return [(even, drift[EVEN, sizes]), (ragged, drift[RAGGED, sizes])]
+        return self._tables[rows]
+
+    def _seconds(self, rows: int, slots: int) -> float:
+        """Of drafting so many slots, or none."""
+        if (rows, slots) not in self._drafts:
+            self._drafts[rows, slots] = self.costs.of_draft(rows, slots) if slots else 0.0
+        return self._drafts[rows, slots]
 
     def _truth(self) -> np.ndarray:
         """What part of the expected tokens of even and of ragged rounds comes true: [2, 1]."""
