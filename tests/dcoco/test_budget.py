@@ -9,7 +9,7 @@ import torch
 
 from dcoco import SamplingParams
 from dcoco import costs as costs_module
-from dcoco.budget import PROBE, Budget
+from dcoco.budget import LATER, PROBE, Budget
 from dcoco.costs import Costs, find_costs
 from drafters.base import Draft
 from tests.models import prompts, tiny_decoder
@@ -57,8 +57,9 @@ def test_what_is_bought_is_the_best_that_any_choice_could_buy():
 
         def rate(counts, p=p):
             gained = 3 + sum(p[row, :count].sum() for row, count in enumerate(counts))
-            cost = COSTS.of_even if len(set(counts)) == 1 else COSTS.of_ragged
-            return gained / (cost(3, np.array([3 + sum(counts)]))[0] + COSTS.of_draft(3, 8))
+            even = len(set(counts)) == 1
+            cost = (COSTS.of_even if even else COSTS.of_ragged)(3, np.array([3 + sum(counts)]))[0]
+            return gained / (cost + COSTS.of_draft(3, 8)) / (1.0 if even else LATER)
 
         best = max(product(range(4), repeat=3), key=rate)
         assert rate(counts) == pytest.approx(rate(best), rel=1e-6)
