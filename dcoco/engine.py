@@ -507,6 +507,8 @@ class Engine:
             cache.lengths[row] += count
         last_RH = result.hidden.flatten(0, 1)[packing.find(counts_R[:, None] - 1)[:, 0]]
         ready = sum(cache.lengths[first + i] == len(self.arriving[i].prompt_ids) for i in range(len(counts)))
+        with self._rearranging():
+            self._free_rows()  # of those that ended in the same pass: rows are sorted without them
         return self._begin(ready, last_RH[:ready]) if ready else []
 
     def _begin(self, ready: int, hidden: Tensor) -> list[Request]:
